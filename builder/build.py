@@ -1,0 +1,95 @@
+"""``build``: from what the user asked for to a plan on disk, stage by stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trtcb import __version__
+from trtcb.builder.compiler import Compiled, CompileOptions, Compiler
+from trtcb.builder.report import BuildReport, OnProgress, OnStage, StageClock, ignore_progress, ignore_stage
+from trtcb.builder.sources import resolve
+from trtcb.plan_format import PlanHeader
+from trtcb.plan_writer import Section, plan_size, write_plan
+
+if TYPE_CHECKING:
+    from trtcb.builder.checkpoint import Checkpoint
+    from trtcb.config import BuildConfig
+
+
+def build(
+    config: BuildConfig, on_stage: OnStage = ignore_stage, on_progress: OnProgress = ignore_progress
+) -> BuildReport:
+    """Build ``config.model`` into ``config.plan_path``. Weights pass through one tensor at a time.
+
+    Raises :class:`~trtcb.errors.TrtcbError`. On any exception, Ctrl-C included, no partial plan is left behind.
+    """
+    clock = StageClock(on_stage)
+    clock.start("model")
+    checkpoint = open_checkpoint(config)
+    compiler = _compiler(config.resolved_target())
+    options = compile_options(config, checkpoint)
+
+    clock.start("graph")
+    compiled = compiler.compile(checkpoint, options)
+    clock.start("tokenizer")
+    header = _header(config, compiler.target, checkpoint, options, compiled)
+    assets = checkpoint.assets
+    sections = (
+        *compiled.sections,
+        Section.of_bytes("tokenizer", assets.tokenizer_json),
+        Section.of_bytes("tokenizer_config", assets.config_json()),
+    )
+    clock.start("kernels")
+    compiler.prepare(checkpoint, options, lambda _: None)
+
+    size = plan_size(header, sections, compiled.tensors)
+    path = config.plan_path
+    clock.start("weights", size)
+    write_plan(path, header, sections, compiled.tensors, on_progress)
+    return BuildReport(
+        path=path,
+        plan_bytes=size,
+        kv_bytes_per_token=checkpoint.spec.kv_bytes_per_token(options.kv_dtype),
+        num_params=checkpoint.spec.num_params,
+        stages=clock.finish(),
+        warnings=checkpoint.notes,
+    )
+
+
+def open_checkpoint(config: BuildConfig) -> Checkpoint:
+    """Find the model the configuration names; reads headers only."""
+    return resolve(
+        config.model, random_weights=config.random_weights, seed=config.seed, revision=config.revision
+    )
+
+
+def compile_options(config: BuildConfig, checkpoint: Checkpoint) -> CompileOptions:
+    """Resolve everything that is ``auto`` against the checkpoint."""
+    return CompileOptions(
+        weight_dtype=config.weight_type(checkpoint.weight_dtype),
+        kv_dtype=config.kv_type(checkpoint.weight_dtype),
+        limits=config.limits(checkpoint.spec),
+    )
+
+
+def _compiler(target: str) -> Compiler:
+    if target == "cpu":
+        from trtcb.builder.cpu import CpuCompiler
+
+        return CpuCompiler()
+    raise KeyError(target)
+
+
+def _header(
+    config: BuildConfig, target: str, checkpoint: Checkpoint, options: CompileOptions, compiled: Compiled
+) -> PlanHeader:
+    return PlanHeader(
+        target=target,
+        fingerprint=compiled.fingerprint,
+        model=checkpoint.spec,
+        weight_dtype=options.weight_dtype.value,
+        kv_dtype=options.kv_dtype,
+        limits=options.limits,
+        source={"model": checkpoint.source, "digest": checkpoint.digest},
+        versions={"trtcb": __version__, **compiled.versions},
+    )

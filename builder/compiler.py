@@ -1,0 +1,44 @@
+"""What a target's compiler takes and gives. One implementation per target; the plan file is where it meets the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from trtcb.spec import BuildLimits, KVDtype, WeightDtype
+
+if TYPE_CHECKING:
+    from trtcb.builder.checkpoint import Checkpoint
+    from trtcb.plan_writer import Section, TensorSource
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """The choices that shape an engine."""
+
+    weight_dtype: WeightDtype
+    kv_dtype: KVDtype
+    limits: BuildLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the target adds to the plan. Tensors are loaded one at a time, while the plan is written."""
+
+    fingerprint: dict[str, str]
+    sections: tuple[Section, ...]
+    tensors: tuple[TensorSource, ...]
+    versions: dict[str, str]
+
+
+class Compiler(Protocol):
+    """Turns a checkpoint into the sections of one target's plan."""
+
+    target: str
+
+    def compile(self, checkpoint: Checkpoint, options: CompileOptions) -> Compiled:
+        """Export and compile. Reads no weights yet. Raises :class:`~trtcb.errors.TrtcbError`."""
+
+    def prepare(self, checkpoint: Checkpoint, options: CompileOptions, on_progress: Callable[[str], None]) -> None:
+        """Build what the runtime would otherwise build at its first start on this machine (kernels)."""

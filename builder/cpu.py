@@ -1,0 +1,88 @@
+"""The ``cpu`` compiler: lowers the ONNX graph to a call list and lays the weights out for the portable engine."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtcb.builder.compiler import Compiled, CompileOptions
+from trtcb.builder.export import build_graph
+from trtcb.builder.lower import WeightRecipe, lower
+from trtcb.plan_writer import Section, TensorSource, numpy_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trtcb.builder.checkpoint import Checkpoint
+
+_ROPE_TABLES = ("rope_cos", "rope_sin")
+
+
+class CpuCompiler:
+    """Compiles for any CPU: weights stay row-major ``[N, K]`` and are packed by the runtime, which knows its processor."""
+
+    target = "cpu"
+
+    def compile(self, checkpoint: Checkpoint, options: CompileOptions) -> Compiled:
+        """Export the graph, lower it, and describe the sections; see :class:`~trtcb.builder.compiler.Compiler`."""
+        limits = options.limits
+        dtype = options.weight_dtype.value
+        graph = build_graph(
+            checkpoint.spec,
+            dtype=dtype,
+            kv_dtype=options.kv_dtype,
+            block_size=limits.block_size,
+            max_positions=limits.max_seq_len,
+        )
+        lowered = lower(graph, checkpoint.spec, dtype)
+        load = _WeightLoader(checkpoint, limits.max_seq_len)
+        return Compiled(
+            fingerprint={"engine": "portable"},
+            sections=(
+                Section.of_bytes("graph", graph.SerializeToString()),
+                Section.of_json("program", lowered.program.to_json()),
+            ),
+            tensors=tuple(
+                TensorSource(recipe.name, recipe.dtype, load.shape(recipe), partial(load, recipe))
+                for recipe in lowered.weights
+            ),
+            versions={"onnx": version("onnx")},
+        )
+
+    def prepare(self, checkpoint: Checkpoint, options: CompileOptions, on_progress: Callable[[str], None]) -> None:
+        """Compile the kernels of this shape into the user's cache."""
+        from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
+
+        config = KernelConfig.of(
+            checkpoint.spec, options.kv_dtype, options.weight_dtype.value, options.limits.block_size
+        )
+        load_kernels(config, on_progress=on_progress)
+
+
+class _WeightLoader:
+    """Materialises one tensor of the plan at a time, so that a build never holds more than its largest one."""
+
+    def __init__(self, checkpoint: Checkpoint, max_positions: int) -> None:
+        self._checkpoint = checkpoint
+        self._max_positions = max_positions
+
+    def shape(self, recipe: WeightRecipe) -> tuple[int, ...]:
+        if recipe.parts[0] in _ROPE_TABLES:
+            return (self._max_positions, self._checkpoint.spec.head_dim // 2)
+        shapes = [self._checkpoint.shape(part) for part in recipe.parts]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def __call__(self, recipe: WeightRecipe) -> npt.NDArray[Any]:
+        if recipe.parts[0] in _ROPE_TABLES:
+            return self._checkpoint.spec.rope_tables(self._max_positions)[_ROPE_TABLES.index(recipe.parts[0])]
+        out = np.empty(self.shape(recipe), numpy_dtype(recipe.dtype))
+        row = 0
+        for part in recipe.parts:
+            tensor = self._checkpoint.tensor(part)
+            out[row : row + len(tensor)] = tensor  # rounds to nearest even while it copies
+            row += len(tensor)
+        return out

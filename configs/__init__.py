@@ -1,0 +1,1 @@
+"""Presets shipped with the package: ``models/*.yaml`` and ``serve/*.yaml``."""

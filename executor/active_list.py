@@ -1,0 +1,104 @@
+"""What a capacity policy sees: every request in order, and what each would cost in blocks."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from trtcb.executor.block_pool import BlockPool
+from trtcb.executor.prefix_cache import PrefixCache
+from trtcb.executor.sequence import Sequence
+
+
+class ActiveList:
+    """One pass over all requests in rank order, with a simulated pool. Lives for one scheduling pass, changes nothing real.
+
+    ``running`` (started: they hold a slot and blocks) and ``waiting`` (new or paused) are each sorted by rank already, so the
+    active list itself is never built. ``free_blocks`` grows as the policy simulates pauses.
+
+    Only *referenced* cached blocks reduce what a new request needs: claiming an unreferenced one consumes a free block.
+    """
+
+    def __init__(
+        self,
+        running: list[Sequence],
+        waiting: list[Sequence],
+        pool: BlockPool,
+        prefix_cache: PrefixCache,
+        *,
+        block_size: int,
+        max_requests: int,
+        reserved_blocks: int,
+    ) -> None:
+        self.running = running
+        self.waiting = waiting
+        self.max_requests = max_requests
+        self.reserved_blocks = reserved_blocks  # what `running` may still take until its limits
+        self.free_blocks = pool.num_free
+        self._references = pool.references
+        self._prefix_cache = prefix_cache
+        self._block_size = block_size
+        self._matches: dict[Sequence, list[int]] = {}
+        self._reference_changes: dict[int, int] = {}
+        self._keys_in_work: set[bytes] | None = None
+
+    def in_order(self) -> Iterator[Sequence]:
+        """Iterate the active list: priority first, then arrival. A paused request keeps its place."""
+        start = 0
+        for seq in self.waiting:
+            stop = bisect_left(self.running, seq, start)
+            yield from self.running[start:stop]
+            yield seq
+            start = stop
+        yield from self.running[start:]
+
+    def match(self, seq: Sequence) -> list[int]:
+        """Cached blocks that a start of ``seq`` in this pass would claim."""
+        blocks = self._matches.get(seq)
+        if blocks is None:
+            blocks = self._matches[seq] = self._prefix_cache.match(seq)
+        return blocks
+
+    def blocks_to_completion(self, seq: Sequence) -> int:
+        """Blocks that a request which is not started needs in order to run to its limit."""
+        return -(-seq.max_len // self._block_size) - self._num_referenced(seq)
+
+    def blocks_this_step(self, seq: Sequence) -> int:
+        """Blocks that one step of ``seq`` takes: a start takes the whole prompt at once, even if it is computed in chunks."""
+        if seq.started:
+            return 0 if seq.room else 1
+        return -(-seq.num_tokens // self._block_size) - self._num_referenced(seq)
+
+    def admit(self, seq: Sequence) -> None:
+        """Take note that ``seq`` will start: its prefix gains a holder, and its next block somebody who computes it."""
+        for block in self.match(seq):
+            if self._is_referenced(block):
+                self._reference_changes[block] = self._reference_changes.get(block, 0) + 1
+        key = self._prefix_cache.missing_key(seq, len(self.match(seq)))
+        if key is not None:
+            self._in_work().add(key)
+
+    def pause(self, seq: Sequence) -> None:
+        """Simulate that ``seq`` gives up its memory. A shared block only becomes free with its last holder."""
+        for block in seq.blocks:
+            self._reference_changes[block] = self._reference_changes.get(block, 0) - 1
+            self.free_blocks += not self._is_referenced(block)
+
+    def beneficial_to_skip(self, seq: Sequence) -> bool:
+        """Whether somebody is computing the next block that ``seq``, not yet started, would compute: then it waits a step."""
+        in_work = self._in_work()
+        return bool(in_work) and self._prefix_cache.missing_key(seq, len(self.match(seq))) in in_work
+
+    def _num_referenced(self, seq: Sequence) -> int:
+        return sum(map(self._is_referenced, self.match(seq)))
+
+    def _is_referenced(self, block: int) -> bool:
+        return self._references[block] + self._reference_changes.get(block, 0) > 0
+
+    def _in_work(self) -> set[bytes]:
+        if self._keys_in_work is None:
+            keys = (
+                self._prefix_cache.missing_key(seq, seq.num_computed // self._block_size)
+                for seq in self.running
+                if not seq.generating
+            )
+            self._keys_in_work = {key for key in keys if key is not None}
+        return self._keys_in_work

@@ -1,0 +1,111 @@
+"""Decides at submission whether a request can ever be served, and says with numbers why not."""
+
+import math
+import secrets
+from dataclasses import dataclass
+
+from trtcb.errors import RequestError
+from trtcb.executor.config import EngineConfig
+from trtcb.executor.request import Request, SamplingParams
+from trtcb.executor.sequence import Sequence
+
+_SEED_MASK = (1 << 64) - 1
+_MAX_TOP_K = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The fixed facts that requests are checked against. Immutable, so any thread may use it."""
+
+    config: EngineConfig
+    num_blocks: int
+    vocab_size: int
+    has_tokenizer: bool
+
+    def sequence(self, request: Request, now_s: float) -> Sequence:
+        """Make a sequence of ``request``, or raise :class:`RequestError`. A request without a seed gets a random one."""
+        _check_params(request.params, has_tokenizer=self.has_tokenizer)
+        if not (isinstance(request.priority, (int, float)) and 0.0 <= request.priority <= 1.0):
+            raise RequestError(f"priority must be a number from 0 to 1, not {request.priority}.", param="priority")
+        self._check_prompt(request.prompt_token_ids)
+        seed = request.params.seed
+        return Sequence(
+            request,
+            max_tokens=self._max_tokens(len(request.prompt_token_ids), request.params.max_tokens),
+            seed=secrets.randbits(64) if seed is None else seed & _SEED_MASK,
+            arrival_s=request.arrival_s or now_s,
+        )
+
+    def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
+        if not token_ids:
+            raise RequestError("The prompt is empty: send at least one token.", param="prompt")
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
+            raise RequestError(
+                f"Token id {wrong} is outside the vocabulary: use ids from 0 to {self.vocab_size - 1}.", param="prompt"
+            )
+        length, limit = len(token_ids), self.config.max_seq_len
+        if length >= limit:
+            raise RequestError(
+                f"The prompt has {length} tokens, but with at least one new token a request may have {limit}: "
+                f"shorten it to {limit - 1}.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if not self.config.chunked_prefill and length > self.config.max_num_tokens:
+            raise RequestError(
+                f"The prompt has {length} tokens, but without chunked prefill one step must hold it whole, and "
+                f"max_num_tokens is {self.config.max_num_tokens}: shorten the prompt, or turn chunked_prefill on.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
+        """Output limit in tokens. One that was not asked for is also cut to what the pool holds; an asked one is refused."""
+        size = self.config.block_size
+        fit_sequence = self.config.max_seq_len - num_prompt_tokens
+        fit_pool = self.num_blocks * size - num_prompt_tokens
+        wanted = asked if asked is not None else min(self.config.default_max_tokens or fit_sequence, max(fit_pool, 1))
+        max_tokens = min(wanted, fit_sequence)
+        if max_tokens <= fit_pool:
+            return max_tokens
+        remedy = f"max_tokens ≤ {fit_pool} would fit" if fit_pool > 0 else "the prompt alone fills it: shorten it"
+        raise RequestError(
+            f"The request needs {-(-(num_prompt_tokens + max_tokens) // size)} KV blocks of {size} tokens "
+            f"(prompt {num_prompt_tokens} + max_tokens {max_tokens}), but the pool has {self.num_blocks}; {remedy}.",
+            param="max_tokens" if fit_pool > 0 else "prompt",
+            code="context_length_exceeded",
+        )
+
+
+def _check_params(params: SamplingParams, *, has_tokenizer: bool) -> None:
+    if params.max_tokens is not None and not (_is_int(params.max_tokens) and params.max_tokens >= 1):
+        raise RequestError(
+            f"max_tokens must be a whole number of at least 1, not {params.max_tokens}.", param="max_tokens"
+        )
+    _check_number("temperature", params.temperature, 0.0, math.inf)
+    _check_number("min_p", params.min_p, 0.0, 1.0)
+    _check_number("top_p", params.top_p, 0.0, 1.0)
+    if params.top_p == 0.0:
+        raise RequestError("top_p must be above 0: use temperature 0 for greedy decoding.", param="top_p")
+    if not _is_int(params.top_k) or not 0 <= params.top_k <= _MAX_TOP_K:
+        raise RequestError(f"top_k must be a whole number, 0 for off, not {params.top_k}.", param="top_k")
+    if params.seed is not None and not _is_int(params.seed):
+        raise RequestError(f"seed must be a whole number, not {params.seed}.", param="seed")
+    if not all(isinstance(stop, str) and stop for stop in params.stop):
+        raise RequestError("A stop string is empty: leave it out.", param="stop")
+    if params.stop and not has_tokenizer:
+        raise RequestError("This engine has no tokenizer to match stop strings: use stop_token_ids.", param="stop")
+    if not all(_is_int(token) for token in params.stop_token_ids):
+        raise RequestError("stop_token_ids must be whole numbers.", param="stop_token_ids")
+
+
+def _check_number(param: str, value: float, least: float, most: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not least <= value <= most:
+        bound = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+        raise RequestError(f"{param} must be a number {bound}, not {value}.", param=param)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

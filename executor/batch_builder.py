@@ -1,0 +1,122 @@
+"""Turns a step's decisions into packed arrays, from per-slot arrays that are only touched where something changed."""
+
+import numpy as np
+import numpy.typing as npt
+
+from trtcb.executor.config import EngineConfig
+from trtcb.executor.runtime import Batch, Int32, SamplingRows
+from trtcb.executor.scheduler import Step
+from trtcb.executor.sequence import Sequence
+
+
+class BatchBuilder:
+    """The slot table: one row per slot with what the next step needs of its sequence.
+
+    Must see every step in order: :meth:`build` takes over what the scheduler changed for it, :meth:`advance` what it
+    computed. A step that failed is built but not advanced, and its rows are scheduled again.
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+        slots = config.max_batch_size
+        self._block_size = config.block_size
+        blocks_per_slot = min(num_blocks, -(-config.max_seq_len // config.block_size))
+        self._block_table = np.zeros((slots, blocks_per_slot), np.int32)
+        self._num_blocks = np.zeros(slots, np.int32)
+        self._num_computed = np.zeros(slots, np.int32)
+        self._last_token = np.zeros(slots, np.int32)
+        self._temperature = np.zeros(slots, np.float32)
+        self._top_k = np.zeros(slots, np.int32)
+        self._top_p = np.zeros(slots, np.float32)
+        self._min_p = np.zeros(slots, np.float32)
+        self._seed = np.zeros(slots, np.uint64)
+        self._decodes: list[Sequence] = []
+        self._decode_slots = np.zeros(0, np.intp)
+
+    def build(self, step: Step) -> Batch:
+        """Pack one step. Decoding rows come first, in the step's order. The arrays are new, and the caller's."""
+        for seq in step.started:
+            self._fill_slot(seq)
+        for seq in step.grown:
+            self._append_blocks(seq)
+        slots, sizes = self._rows(step)
+        starts = self._num_computed[slots]
+        cu_q = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(sizes, out=cu_q[1:])
+
+        if not step.chunks:
+            positions, row_slots = starts, slots
+        else:
+            row_slots = np.repeat(slots, sizes)
+            positions = np.arange(cu_q[-1], dtype=np.int32) + np.repeat(starts - cu_q[:-1], sizes)
+        input_ids = self._input_ids(step, cu_q)
+        blocks = self._block_table[row_slots, positions // self._block_size]
+
+        logit_rows = self._logit_rows(step)
+        logit_index = cu_q[1:][logit_rows] - np.int32(1)
+        return Batch(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=blocks * np.int32(self._block_size) + positions % np.int32(self._block_size),
+            cu_q=cu_q,
+            block_tables=self._block_table[:, : int(self._num_blocks[slots].max())][slots],
+            logit_index=logit_index,
+            sampling=self._sampling(slots[logit_rows], positions[logit_index] + np.int32(1)),
+        )
+
+    def advance(self, step: Step, tokens: Int32) -> None:
+        """Take note of what a step computed. Call it before ``Scheduler.apply``; ``tokens`` are ``[NL]`` as drawn."""
+        slots, sizes = self._rows(step)
+        self._num_computed[slots] += sizes
+        self._last_token[slots[self._logit_rows(step)]] = tokens
+
+    def _rows(self, step: Step) -> tuple[npt.NDArray[np.intp], Int32]:
+        """Slot and number of tokens of each row."""
+        if step.decodes != self._decodes:  # unchanged from step to step, mostly
+            self._decodes = step.decodes
+            self._decode_slots = np.fromiter((seq.slot for seq in step.decodes), np.intp, len(step.decodes))
+        sizes = np.ones(step.num_rows, np.int32)
+        if not step.chunks:
+            return self._decode_slots, sizes
+        sizes[len(step.decodes) :] = [size for _, size in step.chunks]
+        return np.concatenate([self._decode_slots, [seq.slot for seq, _ in step.chunks]], dtype=np.intp), sizes
+
+    def _logit_rows(self, step: Step) -> npt.NDArray[np.bool_]:
+        """Mask of the rows whose next token is wanted."""
+        mask = np.ones(step.num_rows, np.bool_)
+        if step.chunks:
+            mask[len(step.decodes) :] = [seq.num_computed + size == seq.num_tokens for seq, size in step.chunks]
+        return mask
+
+    def _input_ids(self, step: Step, cu_q: Int32) -> Int32:
+        input_ids = np.empty(cu_q[-1], np.int32)
+        num_decodes = len(step.decodes)
+        input_ids[:num_decodes] = self._last_token[self._decode_slots]
+        for (seq, size), start in zip(step.chunks, cu_q[num_decodes:].tolist(), strict=False):
+            input_ids[start : start + size] = seq.token_ids[seq.num_computed : seq.num_computed + size]
+        return input_ids
+
+    def _sampling(self, slots: npt.NDArray[np.intp], position: Int32) -> SamplingRows:
+        return SamplingRows(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            min_p=self._min_p[slots],
+            seed=self._seed[slots],
+            position=position,
+        )
+
+    def _fill_slot(self, seq: Sequence) -> None:
+        slot, params = seq.slot, seq.request.params
+        self._block_table[slot] = 0
+        self._num_blocks[slot] = 0
+        self._num_computed[slot] = seq.num_computed
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = params.top_k
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seed[slot] = seq.seed
+
+    def _append_blocks(self, seq: Sequence) -> None:
+        first = int(self._num_blocks[seq.slot])
+        self._block_table[seq.slot, first : len(seq.blocks)] = seq.blocks[first:]
+        self._num_blocks[seq.slot] = len(seq.blocks)

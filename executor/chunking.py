@@ -1,0 +1,91 @@
+"""The token budget of a step: which of the sequences that fit in memory run, and how much of each prompt."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from trtcb.executor.sequence import Sequence
+
+Chunk = tuple[Sequence, int]  # a context and how many of its tokens this step computes
+
+
+class ChunkPolicy(Protocol):
+    """Splits ``capacity`` tokens among contexts. Only the last chunk of a context may not be a multiple of ``unit``."""
+
+    def __call__(self, remaining: list[int], capacity: int, unit: int) -> list[int]:
+        """Tokens for each context, in order, given what ``remaining`` each still needs; 0 leaves it out of this step."""
+
+
+def equal_progress(remaining: list[int], capacity: int, unit: int) -> list[int]:
+    """In rounds, each context in order gets one unit more, unless that is over capacity; until a round adds nothing."""
+    chunks = [0] * len(remaining)
+    progressed = True
+    while progressed:
+        progressed = False
+        for index, total in enumerate(remaining):
+            step = min(unit, total - chunks[index])
+            if 0 < step <= capacity:
+                chunks[index] += step
+                capacity -= step
+                progressed = True
+    return chunks
+
+
+def first_come_first_served(remaining: list[int], capacity: int, unit: int) -> list[int]:
+    """Each context in order takes all it needs, or as many whole units as are left."""
+    chunks = []
+    for total in remaining:
+        chunk = total if total <= capacity else capacity // unit * unit
+        capacity -= chunk
+        chunks.append(chunk)
+    return chunks
+
+
+CHUNK_POLICIES: dict[str, ChunkPolicy] = {
+    "first_come_first_served": first_come_first_served,
+    "equal_progress": equal_progress,
+}
+
+
+class TokenBudget:
+    """``max_num_tokens`` per step. A generating sequence costs 1, a context what it computes; cached tokens cost nothing.
+
+    With a chunk policy, contexts share what the generating sequences leave. Without one (None), everybody is charged in
+    order and the first who is over budget ends the step's list.
+    """
+
+    def __init__(self, max_num_tokens: int, chunk_policy: ChunkPolicy | None, unit: int) -> None:
+        self._max_num_tokens = max_num_tokens
+        self._chunk_policy = chunk_policy
+        self._unit = unit
+
+    def fill(
+        self, fitting: list[Sequence], num_cached: Callable[[Sequence], int]
+    ) -> tuple[list[Sequence], list[Chunk]]:
+        """Choose the generating sequences and the chunks of contexts to run, both in the order of ``fitting``.
+
+        ``num_cached`` tells how many tokens of a sequence that is not started need no computation.
+        """
+        left = self._max_num_tokens
+        decodes: list[Sequence] = []
+        contexts: list[Chunk] = []
+        for seq in fitting:
+            if seq.generating:
+                if left < 1:
+                    break
+                left -= 1
+                decodes.append(seq)
+                continue
+            remaining = seq.num_tokens - (seq.num_computed if seq.started else num_cached(seq))
+            if self._chunk_policy is None:
+                if remaining > left:
+                    break
+                left -= remaining
+            contexts.append((seq, remaining))
+        return decodes, contexts if self._chunk_policy is None else self._cut(contexts, left, self._chunk_policy)
+
+    def _cut(self, contexts: list[Chunk], capacity: int, policy: ChunkPolicy) -> list[Chunk]:
+        remaining = [tokens for _, tokens in contexts]
+        if sum(remaining) <= capacity:
+            return contexts
+        chunks = policy(remaining, capacity, self._unit)
+        return [(seq, chunk) for (seq, _), chunk in zip(contexts, chunks, strict=True) if chunk]

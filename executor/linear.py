@@ -1,0 +1,68 @@
+"""Prepacked linear layers on the CPU: torch's oneDNN GEMMs.
+
+Unpacked bf16 weights stream at a third of the memory bandwidth in single-row products, hence the packing. The two operators
+are the ones ``torch.compile`` itself uses; they are semi-private, so torch is pinned and they are probed once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Linear = Callable[["torch.Tensor"], "torch.Tensor"]
+"""``x [M, K] -> x @ weight.T [M, N]`` in the dtype of ``x``."""
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows a GEMM really runs for ``num_rows`` wanted ones.
+
+    oneDNN compiles a kernel for each new row count (0.5 ms each), so the counts are rounded up to a few dozen. One row
+    becomes two: oneDNN sums a single fp32 row in another order than all others (measured; two and more agree bitwise, in
+    bf16 every count does), and a row's result must not depend on how many others there are.
+    """
+    if num_rows <= 8:
+        return max(2, num_rows)
+    step = 8 if num_rows <= 64 else 16 if num_rows <= 256 else 32
+    return -(-num_rows // step) * step
+
+
+def as_tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
+    """View ``array`` as a tensor without a copy; bfloat16 arrays become bfloat16 tensors. The array may be read-only."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+
+def pack_linear(weight: torch.Tensor) -> Linear:
+    """Reorder ``weight [N, K]`` for this processor and return its product. The caller may drop ``weight`` afterwards."""
+    import torch
+
+    if not _has_packed_ops():
+        kept = weight.clone()
+        return lambda x: torch.ops.aten.linear.default(x, kept)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, packed, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _has_packed_ops() -> bool:
+    import torch
+
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return True
+    warnings.warn(
+        "this torch has no prepacked oneDNN linears; products will run up to three times slower (pip install torch==2.13.0)",
+        stacklevel=2,
+    )
+    return False

@@ -1,0 +1,54 @@
+"""Opens the runtime a plan was compiled for, with a KV pool that fits this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trtcb.errors import OutOfMemoryError, TargetUnavailableError
+from trtcb.memory import available_memory, format_size, pool_memory
+
+if TYPE_CHECKING:
+    from trtcb.executor.config import EngineConfig
+    from trtcb.executor.runtime import Runtime
+    from trtcb.plan import Plan
+
+
+def open_runtime(plan: Plan, config: EngineConfig) -> Runtime:
+    """Make the runtime of ``plan.header.target``. ``config`` must be within the plan's limits (``EngineConfig.within``).
+
+    The runtime takes the plan over and closes it in the end. Raises :class:`TargetUnavailableError` for a target this installation
+    cannot run, and :class:`OutOfMemoryError` if not one sequence would fit.
+    """
+    if plan.header.target != "cpu":
+        raise TargetUnavailableError(
+            f"{plan.path} was built for the target '{plan.header.target}', which this trtcb cannot run: "
+            "rebuild it with --target cpu"
+        )
+    from trtcb.executor.cpu_runtime import CpuRuntime
+
+    return CpuRuntime(
+        plan,
+        num_blocks=pool_blocks(plan, config),
+        max_num_tokens=config.max_num_tokens,
+        max_num_logits=config.max_batch_size,
+        num_threads=config.threads,
+    )
+
+
+def pool_blocks(plan: Plan, config: EngineConfig) -> int:
+    """Blocks of the pool: as told, else what the memory share allows, and never more than a full batch can use."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    block_bytes = plan.header.model.kv_bytes_per_token(plan.header.kv_dtype) * config.block_size
+    budget = config.kv_memory_bytes
+    if budget is None:
+        weights = sum(info.num_bytes for info in plan.tensors.values())
+        budget = pool_memory(available_memory(), weights, config.kv_memory_fraction)
+    per_sequence = -(-config.max_seq_len // config.block_size)
+    blocks = min(budget // block_bytes, config.max_batch_size * per_sequence)
+    if blocks < 1:
+        raise OutOfMemoryError(
+            f"the KV pool would get {format_size(budget)}, less than one block of {format_size(block_bytes)}: "
+            "raise --kv-memory or --kv-memory-fraction, or free memory"
+        )
+    return blocks

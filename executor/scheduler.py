@@ -1,0 +1,215 @@
+"""In-flight batching: decides, before every step, which requests run, on how many tokens and in which blocks."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trtcb.executor.active_list import ActiveList
+from trtcb.executor.block_pool import BlockPool
+from trtcb.executor.chunking import CHUNK_POLICIES, Chunk, TokenBudget
+from trtcb.executor.config import EngineConfig
+from trtcb.executor.policies import CAPACITY_POLICIES
+from trtcb.executor.prefix_cache import PrefixCache
+from trtcb.executor.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step's rows: a token for each of ``decodes``, then the ``chunks`` of contexts. Everything derived from it is only
+    valid until :meth:`Scheduler.apply`.
+
+    ``started`` took a slot for this step, ``grown`` took blocks for it (a superset), ``paused`` gave theirs up.
+    """
+
+    decodes: list[Sequence]
+    chunks: list[Chunk]
+    started: list[Sequence]
+    grown: list[Sequence]
+    paused: list[Sequence]
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that take part."""
+        return len(self.decodes) + len(self.chunks)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that are computed for the first time."""
+        return sum(
+            max(0, min(seq.num_computed + size, seq.num_prompt_tokens) - max(seq.num_computed, seq.max_computed))
+            for seq, size in self.chunks
+        )
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that were computed before and lost to a pause."""
+        return sum(
+            max(0, min(seq.num_computed + size, seq.max_computed) - seq.num_computed) for seq, size in self.chunks
+        )
+
+    def rows(self) -> Iterator[Sequence]:
+        """Each sequence that takes part, in batch order."""
+        yield from self.decodes
+        for seq, _ in self.chunks:
+            yield seq
+
+    def drawing(self) -> list[Sequence]:
+        """Sequences that draw a token, in batch order: whoever has all its tokens computed by this step."""
+        return self.decodes + [seq for seq, size in self.chunks if seq.num_computed + size == seq.num_tokens]
+
+
+class Scheduler:
+    """Owns the block pool, the slots and the two ranked lists. Single-threaded.
+
+    ``running`` holds what has a slot and blocks, ``waiting`` what has neither (new or paused), each sorted by rank. Whatever
+    depends on many sequences is kept up to date where it changes, so that a pass costs nothing per waiting request.
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.prefix_caching)
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.num_paused = 0  # of `waiting`
+        self.reserved_blocks = 0  # what `running` may still take until its limits
+        self._policy = CAPACITY_POLICIES[config.scheduler_policy]
+        chunk_policy = CHUNK_POLICIES[config.chunk_policy] if config.chunked_prefill else None
+        self._budget = TokenBudget(config.max_num_tokens, chunk_policy, unit=config.block_size)
+        self._block_size = config.block_size
+        self._max_batch_size = config.max_batch_size
+        self._slots = list(range(config.max_batch_size - 1, -1, -1))
+        self._num_arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.running or self.waiting)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Rows of the slot table that nobody holds."""
+        return len(self._slots)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence behind all of its priority. That it can ever fit was checked at submission."""
+        seq.rank = (-seq.request.priority, self._num_arrivals)
+        self._num_arrivals += 1
+        self.prefix_cache.hash_prompt(seq)
+        insort(self.waiting, seq)
+
+    def schedule(self) -> Step:
+        """Choose and prepare the next step: who fits in memory, who in the token budget; then slots, then blocks."""
+        active = self._active_list()
+        fitting, paused = self._policy.select(active)
+        for seq in paused:
+            self.pause(seq)
+        decodes, chunks = self._budget.fill(fitting, lambda seq: len(active.match(seq)) * self._block_size)
+
+        started = [seq for seq, _ in chunks if not seq.started]
+        for seq in started:  # claims come before any allocation, which might evict what is to be claimed
+            self._start(seq, active.match(seq))
+        grown = [seq for seq in decodes if not seq.room] + started
+        for seq in grown:
+            self._grow(seq)
+        return Step(decodes, chunks, started, grown, paused)
+
+    def apply(self, step: Step, tokens: list[int]) -> None:
+        """Account for a step that ran. ``tokens`` are those of ``step.drawing()``.
+
+        A negative token means that the row had no valid logits: it is not appended and nothing of its step is published.
+        The caller must :meth:`fail` that sequence.
+        """
+        for seq, token in zip(step.decodes, tokens, strict=False):
+            seq.num_computed += 1
+            seq.room -= 1
+            if token >= 0:
+                seq.token_ids.append(token)
+                if not seq.room:
+                    self.prefix_cache.publish(seq)
+        drawn = iter(tokens[len(step.decodes) :])
+        for seq, size in step.chunks:
+            seq.num_computed += size
+            seq.room -= size
+            seq.generating = seq.num_computed == seq.num_tokens
+            if not seq.generating:
+                self.prefix_cache.publish(seq)
+            elif (token := next(drawn)) >= 0:
+                self.prefix_cache.publish(seq)
+                seq.token_ids.append(token)
+
+    def pause(self, seq: Sequence) -> None:
+        """Take a running sequence's memory; it keeps its tokens and its place in the order, and starts over from those."""
+        seq.max_computed = max(seq.max_computed, seq.num_computed)
+        self._stop(seq)
+        seq.num_pauses += 1
+        self.num_paused += 1
+        insort(self.waiting, seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence that ended, for whatever reason and in whatever state."""
+        if seq.started:
+            self._stop(seq)
+        else:
+            del self.waiting[bisect_left(self.waiting, seq)]
+            self.num_paused -= seq.num_pauses > 0
+
+    def fail(self, seq: Sequence) -> None:
+        """Remove a sequence whose computation went wrong: nobody may find its blocks again."""
+        self.pool.forget(seq.blocks)
+        self.remove(seq)
+
+    def audit(self) -> list[str]:
+        """Check every book against every other. Returns the faults found, in words."""
+        faults = self.pool.audit([seq.blocks for seq in self.running])
+        slots = sorted([*self._slots, *(seq.slot for seq in self.running)])
+        if slots != list(range(self._max_batch_size)):
+            faults.append(f"slots are lost or held twice: {slots}")
+        reserved = sum(self._blocks_to_limit(seq) - len(seq.blocks) for seq in self.running)
+        if reserved != self.reserved_blocks:
+            faults.append(f"{self.reserved_blocks} blocks are booked as reserved, but {reserved} are")
+        return faults
+
+    def _active_list(self) -> ActiveList:
+        return ActiveList(
+            self.running,
+            self.waiting,
+            self.pool,
+            self.prefix_cache,
+            block_size=self._block_size,
+            max_requests=self._max_batch_size,
+            reserved_blocks=self.reserved_blocks,
+        )
+
+    def _start(self, seq: Sequence, cached_blocks: list[int]) -> None:
+        del self.waiting[bisect_left(self.waiting, seq)]
+        insort(self.running, seq)
+        seq.slot = self._slots.pop()
+        self.pool.claim(cached_blocks)
+        seq.blocks = list(cached_blocks)
+        seq.num_published = len(cached_blocks)
+        seq.num_computed = len(cached_blocks) * self._block_size
+        self.reserved_blocks += self._blocks_to_limit(seq) - len(seq.blocks)
+        if seq.num_pauses:
+            self.num_paused -= 1
+        else:
+            seq.num_cached_tokens = seq.num_computed
+
+    def _grow(self, seq: Sequence) -> None:
+        """Take the blocks that all present tokens need: a whole prompt at its start, one block at a time from then on."""
+        count = -(-seq.num_tokens // self._block_size) - len(seq.blocks)
+        seq.blocks += self.pool.take(count)
+        seq.room += count * self._block_size
+        self.reserved_blocks -= count
+
+    def _stop(self, seq: Sequence) -> None:
+        """Give back everything a running sequence holds. The only place where slots and blocks are freed."""
+        del self.running[bisect_left(self.running, seq)]
+        self.reserved_blocks -= self._blocks_to_limit(seq) - len(seq.blocks)
+        self._slots.append(seq.slot)
+        self.pool.release(seq.blocks)
+        seq.slot, seq.blocks, seq.room = -1, [], 0
+        seq.num_computed = seq.num_published = 0
+        seq.generating = False
+
+    def _blocks_to_limit(self, seq: Sequence) -> int:
+        return -(-seq.max_len // self._block_size)

@@ -1,0 +1,98 @@
+"""One request while the engine owns it: its tokens, how far they are computed, and what memory it holds."""
+
+from array import array
+from typing import TYPE_CHECKING
+
+from trtcb.executor.request import Request
+
+if TYPE_CHECKING:
+    from trtcb.executor.detokenizer import TextOutput
+
+
+class Sequence:
+    """Mutable state of one request. The scheduler owns the memory fields, the engine core the rest.
+
+    There are no phases: a sequence has ``num_computed < num_tokens`` and each step computes some of the difference, whether
+    it is a first prompt, the rest of one, what a prefix hit left over, or a restart after a pause.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "blocks",
+        "first_scheduled_s",
+        "first_token_s",
+        "generating",
+        "keys",
+        "last_token_s",
+        "max_computed",
+        "max_len",
+        "num_cached_tokens",
+        "num_computed",
+        "num_pauses",
+        "num_prompt_tokens",
+        "num_published",
+        "rank",
+        "request",
+        "room",
+        "seed",
+        "slot",
+        "text",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, *, max_tokens: int, seed: int, arrival_s: float) -> None:
+        self.request = request
+        self.seed = seed
+        self.arrival_s = arrival_s
+        self.token_ids = array("i", request.prompt_token_ids)  # prompt and output; what was streamed stays
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_len = self.num_prompt_tokens + max_tokens
+        self.rank: tuple[float, int] = (
+            -request.priority,
+            0,
+        )  # place in the active list; the scheduler numbers arrivals
+
+        self.slot = -1  # row of the slot table; -1 while nothing is held
+        self.blocks: list[int] = []
+        self.room = 0  # tokens that still fit into `blocks`
+        self.num_computed = 0
+        self.generating = False
+
+        self.keys: list[bytes] = []  # hash chain over its full blocks; survives pauses, as the tokens do
+        self.num_published = 0
+        self.num_cached_tokens = 0  # prompt tokens that its first start found in the pool
+        self.num_pauses = 0
+        self.max_computed = 0  # most tokens it ever had computed: what lies below it after a pause is recomputation
+
+        self.text: TextOutput | None = None
+        self.first_scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s = 0.0
+
+    def __lt__(self, other: "Sequence") -> bool:
+        return self.rank < other.rank
+
+    @property
+    def request_id(self) -> str:
+        """The request's own name."""
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens so far, over all pauses."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def started(self) -> bool:
+        """Whether it holds a slot and blocks."""
+        return self.slot >= 0
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether no further token is allowed."""
+        return len(self.token_ids) >= self.max_len

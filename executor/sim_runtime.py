@@ -1,0 +1,94 @@
+"""A runtime without a model: its next token is a hash of the tokens it finds through the block table.
+
+Whatever is wrong with scheduling, blocks, slots or sampling settings changes its output or makes it raise, and what it should
+have said is a plain function of the request.
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from trtcb.executor.request import SamplingParams
+from trtcb.executor.runtime import Batch, Int32
+
+_HOLE = -1
+
+
+class SimRuntime:
+    """Keeps token ids and positions where a real runtime keeps keys and values. Deterministic.
+
+    ``wait`` raises ``RuntimeError`` if a row reads a position that was never written through its own block table.
+    ``step_time_s`` makes each step take that long. ``healthy`` is what it tells the engine after a failed step.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int = 256, step_time_s: float = 0.0) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.step_time_s = step_time_s
+        self.healthy = True
+        self._tokens = np.full((num_blocks, block_size), _HOLE, np.int32)
+        self._positions = np.full((num_blocks, block_size), _HOLE, np.int32)
+        self._batch: Batch | None = None
+
+    def launch(self, batch: Batch) -> None:
+        """Start one step."""
+        if self._batch is not None:
+            raise RuntimeError("a step is in flight already: wait for it first")
+        self._batch = batch
+
+    def wait(self) -> Int32:
+        """Write the step's tokens into their blocks, then read every wanted row's context back and hash it."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise RuntimeError("no step is in flight: launch one first")
+        if self.step_time_s:
+            time.sleep(self.step_time_s)
+        self._tokens.reshape(-1)[batch.slot_mapping] = batch.input_ids
+        self._positions.reshape(-1)[batch.slot_mapping] = batch.positions
+        rows = np.searchsorted(batch.cu_q, batch.logit_index, side="right") - 1
+        return np.array([self._draw(batch, index, row) for index, row in enumerate(rows.tolist())], np.int32)
+
+    def close(self) -> None:
+        """Free nothing; there is nothing."""
+
+    def _draw(self, batch: Batch, index: int, row: int) -> int:
+        length = int(batch.positions[batch.logit_index[index]]) + 1
+        blocks = batch.block_tables[row, : -(-length // self.block_size)]
+        if not np.array_equal(self._positions[blocks].reshape(-1)[:length], np.arange(length)):
+            raise RuntimeError(f"row {row} reads positions that its block table does not hold")
+        sampling = batch.sampling
+        if int(sampling.position[index]) != length:
+            raise RuntimeError(f"row {row} draws position {sampling.position[index]} after {length} tokens")
+        settings = (
+            float(sampling.temperature[index]),
+            int(sampling.top_k[index]),
+            float(sampling.top_p[index]),
+            float(sampling.min_p[index]),
+            int(sampling.seed[index]),
+        )
+        return _next_token(self._tokens[blocks].reshape(-1)[:length], settings, self.vocab_size)
+
+
+def expected_tokens(prompt: Sequence[int], params: SamplingParams, count: int, *, vocab_size: int = 256) -> list[int]:
+    """Return what :class:`SimRuntime` draws for a request that runs alone, by no more than its definition. Ends are ignored."""
+    settings = (
+        float(np.float32(params.temperature)),
+        params.top_k,
+        float(np.float32(params.top_p)),
+        float(np.float32(params.min_p)),
+        params.seed or 0,
+    )
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(_next_token(np.array(tokens, np.int32), settings, vocab_size))
+    return tokens[len(prompt) :]
+
+
+def _next_token(context: Int32, settings: tuple[float, int, float, float, int], vocab_size: int) -> int:
+    # A greedy row must not depend on the other settings.
+    key = repr(settings).encode() if settings[0] > 0 else b""
+    digest = hashlib.blake2b(context.astype("<i4").tobytes(), digest_size=8, key=hashlib.blake2b(key).digest()).digest()
+    return int.from_bytes(digest, "little") % vocab_size

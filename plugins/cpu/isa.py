@@ -1,0 +1,29 @@
+"""What kernels are compiled for: the CPU as numba sees it."""
+
+import hashlib
+import platform
+
+from numba.core.registry import cpu_target
+
+
+def isa_fingerprint() -> dict[str, str]:
+    """CPU model and features that compiled code depends on, as short strings for a plan header or a cache key."""
+    _, name, features = _target()
+    digest = hashlib.sha256(features.encode()).hexdigest()[:16]
+    return {"arch": platform.machine(), "cpu": name, "features": digest}
+
+
+def accumulators() -> int:
+    """How many 16-lane fp32 accumulators fit in registers beside the operands of a tile. Speed only, never bits."""
+    features = set(_target()[2].split(","))
+    if "+avx512f" in features:
+        return 24  # of 32 registers
+    if "+avx" in features or platform.machine() == "aarch64":
+        return 6  # of 8 (16 registers of half a vector; 32 of a quarter)
+    return 2
+
+
+def _target() -> tuple[str, str, str]:
+    """Triple, CPU name and feature list: numba's own cache key."""
+    triple, name, features = cpu_target.target_context.codegen().magic_tuple()
+    return str(triple), str(name), str(features)

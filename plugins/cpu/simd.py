@@ -1,0 +1,433 @@
+"""A small vector language for numba: 16 fp32 lanes as plain LLVM vector IR, no target intrinsics, no inline assembly.
+
+LLVM legalises a 16-lane vector to whatever the CPU has (one AVX-512 register, two AVX2, four NEON or SSE), always with the
+same bits: nothing here may be reassociated, contracted or approximated. Memory is addressed as ``(address, index)``: an
+int64 address and an index counted in elements of the stored format. No alignment is needed beyond the element's.
+
+Groups: vector loads and stores per format, arithmetic, lanes and reductions, scalars in memory, threads and calls. The
+``emit_*`` functions build the same operations inside hand-written IR (see ``tile.py``).
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import llvmlite.ir as ir
+from numba import njit, types
+from numba.core.datamodel import models
+from numba.core.extending import intrinsic, register_model
+
+LANES = 16
+
+Value = Any  # an llvmlite value, or a vector inside jitted code
+Builder = Any  # llvmlite.ir.IRBuilder
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+VECTOR = ir.VectorType(F32, LANES)
+INTEGERS = ir.VectorType(I32, LANES)
+
+JIT_OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False}
+"""Numba options of every kernel. Fast-math would reorder sums, and with them the bits of a row."""
+
+
+def jit(function: Function) -> Function:
+    """``numba.njit`` with this project's options, keeping the function's type for the type checker."""
+    return cast(Function, njit(**JIT_OPTIONS)(function))
+
+
+class _VectorType(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+f32x16 = _VectorType()
+
+
+@register_model(_VectorType)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, VECTOR)
+
+
+def define(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function numba code can call out of ``emit(builder, *llvm_values)``, which appends IR and returns a value."""
+
+    def wrap(emit: Callable[..., Any]) -> Callable[..., Any]:
+        def typing(context: Any, *_: Any) -> Any:
+            def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Any:
+                value = emit(builder, *values)
+                return context.get_dummy_value() if result is types.none else value
+
+            return result(*parameters), codegen
+
+        typing.__name__, typing.__doc__ = emit.__name__, emit.__doc__
+        # numba binds the call's arguments to this: the builder's place is taken by the typing context
+        typing.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
+        return cast(Callable[..., Any], intrinsic(typing))
+
+    return wrap
+
+
+# --- building blocks of IR ------------------------------------------------------------------------------------------
+
+
+def constant(element: Any, value: float, lanes: int = LANES) -> Value:
+    """A vector constant with every lane equal."""
+    return ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
+
+
+def emit_splat(builder: Builder, scalar: Value) -> Value:
+    """Broadcast a scalar to all lanes."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(INTEGERS, [0] * LANES))
+
+
+def emit_call(builder: Builder, name: str, *arguments: Value) -> Value:
+    """Call an overloaded LLVM intrinsic whose result has the type of its first argument."""
+    kind = arguments[0].type
+    suffix = "f32" if kind == F32 else f"v{LANES}f32"
+    full_name = f"llvm.{name}.{suffix}"
+    callee = builder.module.globals.get(full_name)
+    if callee is None:
+        callee = ir.Function(builder.module, ir.FunctionType(kind, [a.type for a in arguments]), full_name)
+    return builder.call(callee, arguments)
+
+
+def emit_pointer(builder: Builder, address: Value, index: Value, element: Any, pointee: Any = None) -> Value:
+    """Pointer to element ``index`` after ``address``, typed for ``pointee`` (the element itself by default)."""
+    pointer = builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
+    return pointer if pointee is None else builder.bitcast(pointer, pointee.as_pointer())
+
+
+def _load_raw(builder: Builder, address: Value, index: Value, element: Any, size: int) -> Value:
+    pointer = emit_pointer(builder, address, index, element, ir.VectorType(element, LANES))
+    return builder.load(pointer, align=size)
+
+
+def _store_raw(builder: Builder, address: Value, index: Value, value: Value, size: int) -> None:
+    builder.store(value, emit_pointer(builder, address, index, value.type.element, value.type), align=size)
+
+
+def _select_nan(builder: Builder, x: Value, if_nan: Value, otherwise: Value) -> Value:
+    return builder.select(builder.fcmp_unordered("uno", x, x), if_nan, otherwise)
+
+
+# --- loads: 16 stored elements to fp32, exactly ----------------------------------------------------------------------
+
+
+def emit_load_f32(builder: Builder, address: Value, index: Value) -> Value:
+    """fp32 as it is."""
+    return _load_raw(builder, address, index, F32, 4)
+
+
+def emit_load_bf16(builder: Builder, address: Value, index: Value) -> Value:
+    """bf16: the upper half of an fp32."""
+    bits = builder.zext(_load_raw(builder, address, index, I16, 2), INTEGERS)
+    return builder.bitcast(builder.shl(bits, constant(I32, 16)), VECTOR)
+
+
+def emit_load_f16(builder: Builder, address: Value, index: Value) -> Value:
+    """fp16, subnormals included."""
+    return builder.fpext(_load_raw(builder, address, index, F16, 2), VECTOR)
+
+
+def emit_load_i8(builder: Builder, address: Value, index: Value) -> Value:
+    """Signed bytes as numbers."""
+    return builder.sitofp(builder.sext(_load_raw(builder, address, index, I8, 1), INTEGERS), VECTOR)
+
+
+def emit_load_e4m3(builder: Builder, address: Value, index: Value) -> Value:
+    """e4m3fn bytes: shifted into an fp16 the exponent is 8 too low, and even e4m3's subnormals stay exact there.
+
+    The two NaN codes read as +-480; nothing here ever writes them.
+    """
+    wide = builder.sext(_load_raw(builder, address, index, I8, 1), ir.VectorType(I16, LANES))
+    # sign-extension keeps bit 15; of the rest only the seven magnitude bits, moved up by 7, may stay
+    half = builder.and_(builder.shl(wide, constant(I16, 7)), constant(I16, -0x4080))
+    number = builder.fpext(builder.bitcast(half, ir.VectorType(F16, LANES)), VECTOR)
+    return builder.fmul(number, constant(F32, 256.0))
+
+
+EMIT_LOAD: dict[str, Callable[[Builder, Value, Value], Value]] = {
+    "fp32": emit_load_f32,
+    "bf16": emit_load_bf16,
+    "fp16": emit_load_f16,
+    "int8": emit_load_i8,
+    "fp8": emit_load_e4m3,
+}
+"""Loads by format name."""
+
+load_f32 = define(f32x16, types.int64, types.int64)(emit_load_f32)
+load_bf16 = define(f32x16, types.int64, types.int64)(emit_load_bf16)
+load_f16 = define(f32x16, types.int64, types.int64)(emit_load_f16)
+load_i8 = define(f32x16, types.int64, types.int64)(emit_load_i8)
+load_e4m3 = define(f32x16, types.int64, types.int64)(emit_load_e4m3)
+
+
+# --- stores: round to nearest, ties to even --------------------------------------------------------------------------
+
+
+@define(types.none, types.int64, types.int64, f32x16)
+def store_f32(builder: Builder, address: Value, index: Value, x: Value) -> None:
+    """fp32 as it is."""
+    _store_raw(builder, address, index, x, 4)
+
+
+@define(types.none, types.int64, types.int64, f32x16)
+def store_bf16(builder: Builder, address: Value, index: Value, x: Value) -> None:
+    """bf16; overflow goes to infinity, NaN stays NaN."""
+    bits = builder.bitcast(x, INTEGERS)
+    odd = builder.and_(builder.lshr(bits, constant(I32, 16)), constant(I32, 1))
+    rounded = builder.add(bits, builder.add(odd, constant(I32, 0x7FFF)))
+    quiet = builder.or_(bits, constant(I32, 0x400000))
+    high = builder.lshr(_select_nan(builder, x, quiet, rounded), constant(I32, 16))
+    _store_raw(builder, address, index, builder.trunc(high, ir.VectorType(I16, LANES)), 2)
+
+
+@define(types.none, types.int64, types.int64, f32x16)
+def store_f16(builder: Builder, address: Value, index: Value, x: Value) -> None:
+    """fp16; overflow goes to infinity, NaN stays NaN."""
+    _store_raw(builder, address, index, builder.fptrunc(x, ir.VectorType(F16, LANES)), 2)
+
+
+@define(types.none, types.int64, types.int64, f32x16)
+def store_i8(builder: Builder, address: Value, index: Value, x: Value) -> None:
+    """Signed bytes, saturating at +-127; ``x`` must not be NaN."""
+    limited = _clamp(builder, x, 127.0)
+    integers = builder.fptosi(emit_call(builder, "rint", limited), INTEGERS)
+    _store_raw(builder, address, index, builder.trunc(integers, ir.VectorType(I8, LANES)), 1)
+
+
+@define(types.none, types.int64, types.int64, f32x16)
+def store_e4m3(builder: Builder, address: Value, index: Value, x: Value) -> None:
+    """e4m3fn bytes, saturating at +-448; ``x`` must not be NaN.
+
+    Normal numbers round in the integer domain: add half of the last kept place, drop 20 bits, move the exponent bias
+    from 127 to 7. Subnormals (below 2**-6) are multiples of 2**-9, the last place of 2**14: one addition rounds them.
+    """
+    bits = builder.bitcast(x, INTEGERS)
+    sign = builder.and_(builder.lshr(bits, constant(I32, 24)), constant(I32, 0x80))
+    magnitude = emit_call(builder, "fabs", x)
+    magnitude = builder.select(
+        builder.fcmp_ordered("<", magnitude, constant(F32, 448.0)), magnitude, constant(F32, 448.0)
+    )
+    bits = builder.bitcast(magnitude, INTEGERS)
+    odd = builder.and_(builder.lshr(bits, constant(I32, 20)), constant(I32, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(I32, 0x7FFFF))), constant(I32, 20))
+    normal = builder.sub(rounded, constant(I32, (127 - 7) << 3))
+    shifted = builder.bitcast(builder.fadd(magnitude, constant(F32, 2.0**14)), INTEGERS)
+    subnormal = builder.sub(shifted, constant(I32, (127 + 14) << 23))
+    small = builder.fcmp_ordered("<", magnitude, constant(F32, 2.0**-6))
+    code = builder.or_(builder.select(small, subnormal, normal), sign)
+    _store_raw(builder, address, index, builder.trunc(code, ir.VectorType(I8, LANES)), 1)
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def _clamp(builder: Builder, x: Value, limit: float) -> Value:
+    upper, lower = constant(F32, limit), constant(F32, -limit)
+    x = builder.select(builder.fcmp_ordered(">", x, upper), upper, x)
+    return builder.select(builder.fcmp_ordered("<", x, lower), lower, x)
+
+
+@define(f32x16, types.float32)
+def splat(builder: Builder, x: Value) -> Value:
+    """All lanes equal to a scalar."""
+    return emit_splat(builder, x)
+
+
+@define(f32x16, f32x16, f32x16)
+def add(builder: Builder, x: Value, y: Value) -> Value:
+    """Lane-wise ``x + y``."""
+    return builder.fadd(x, y)
+
+
+@define(f32x16, f32x16, f32x16)
+def sub(builder: Builder, x: Value, y: Value) -> Value:
+    """Lane-wise ``x - y``."""
+    return builder.fsub(x, y)
+
+
+@define(f32x16, f32x16, f32x16)
+def mul(builder: Builder, x: Value, y: Value) -> Value:
+    """Lane-wise ``x * y``."""
+    return builder.fmul(x, y)
+
+
+@define(f32x16, f32x16, f32x16)
+def div(builder: Builder, x: Value, y: Value) -> Value:
+    """Lane-wise ``x / y``, correctly rounded."""
+    return builder.fdiv(x, y)
+
+
+@define(f32x16, f32x16, f32x16, f32x16)
+def fma(builder: Builder, x: Value, y: Value, z: Value) -> Value:
+    """Lane-wise ``x * y + z``, rounded once."""
+    return emit_call(builder, "fma", x, y, z)
+
+
+@define(f32x16, f32x16, f32x16)
+def maximum(builder: Builder, x: Value, y: Value) -> Value:
+    """Lane-wise maximum; ``y`` where either is NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+@define(f32x16, f32x16, f32x16)
+def minimum(builder: Builder, x: Value, y: Value) -> Value:
+    """Lane-wise minimum; ``y`` where either is NaN."""
+    return builder.select(builder.fcmp_ordered("<", x, y), x, y)
+
+
+@define(f32x16, f32x16)
+def absolute(builder: Builder, x: Value) -> Value:
+    """Lane-wise magnitude."""
+    return emit_call(builder, "fabs", x)
+
+
+@define(f32x16, f32x16, types.float32)
+def finite(builder: Builder, x: Value, limit: Value) -> Value:
+    """NaN becomes 0, everything else is held within ``+-limit``."""
+    upper = emit_splat(builder, limit)
+    lower = builder.fneg(upper)
+    x = _select_nan(builder, x, constant(F32, 0.0), x)
+    x = builder.select(builder.fcmp_ordered(">", x, upper), upper, x)
+    return builder.select(builder.fcmp_ordered("<", x, lower), lower, x)
+
+
+@define(f32x16, f32x16)
+def exp(builder: Builder, x: Value) -> Value:
+    """``e ** x`` for ``x <= 88``, within 2 units in the last place; exactly 0 below -87.3, infinite above 88.4, NaN kept.
+
+    Cephes' scheme: ``x = n * ln 2 + r`` with ln 2 in two pieces, a polynomial for ``r``, and ``n`` put into the exponent.
+    Adding 1.5 * 2**23 rounds to an integer and leaves that integer in the low bits.
+    """
+    magic = constant(F32, 12582912.0)
+    below = builder.fcmp_ordered("<", x, constant(F32, -87.33))
+    y = builder.select(below, constant(F32, -87.33), x)
+    y = builder.select(builder.fcmp_ordered(">", y, constant(F32, 89.0)), constant(F32, 89.0), y)
+    shifted = emit_call(builder, "fma", y, constant(F32, 1.4426950216293335), magic)
+    n = builder.fsub(shifted, magic)
+    r = emit_call(builder, "fma", n, constant(F32, -0.693359375), y)
+    r = emit_call(builder, "fma", n, constant(F32, 0.00021219444170128554), r)
+    p = constant(F32, 0.00019875691214110702)
+    for coefficient in (
+        0.0013981999363750219,
+        0.008333452045917511,
+        0.04166579619050026,
+        0.16666665673255920,
+        0.5,
+        1.0,
+        1.0,
+    ):
+        p = emit_call(builder, "fma", p, r, constant(F32, coefficient))
+    exponent = builder.add(builder.bitcast(shifted, INTEGERS), constant(I32, 127))
+    scale = builder.bitcast(builder.shl(exponent, constant(I32, 23)), VECTOR)
+    return builder.select(below, constant(F32, 0.0), builder.fmul(p, scale))
+
+
+# --- lanes and reductions: one fixed order ---------------------------------------------------------------------------
+
+
+@define(f32x16, f32x16, types.int64, types.float32)
+def first_lanes(builder: Builder, x: Value, count: Value, fill: Value) -> Value:
+    """Lanes at or beyond ``count`` (which may be negative) replaced by ``fill``."""
+    lane = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
+    return builder.select(builder.icmp_signed("<", lane, emit_splat(builder, count)), x, emit_splat(builder, fill))
+
+
+def _reduce(builder: Builder, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
+    lanes = LANES
+    while lanes > 1:
+        half = lanes // 2
+        undefined = ir.Constant(x.type, ir.Undefined)
+        index = ir.VectorType(I32, half)
+        low = builder.shuffle_vector(x, undefined, ir.Constant(index, list(range(half))))
+        high = builder.shuffle_vector(x, undefined, ir.Constant(index, list(range(half, lanes))))
+        x, lanes = combine(low, high), half
+    return builder.extract_element(x, ir.Constant(I32, 0))
+
+
+@define(types.float32, f32x16)
+def sum_lanes(builder: Builder, x: Value) -> Value:
+    """Sum of the lanes: the upper half is added to the lower one until one is left."""
+    return _reduce(builder, x, builder.fadd)
+
+
+@define(types.float32, f32x16)
+def max_lanes(builder: Builder, x: Value) -> Value:
+    """Largest lane; NaN lanes are not reliable."""
+    return _reduce(builder, x, lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+
+# --- scalars ---------------------------------------------------------------------------------------------------------
+
+
+def _reader(kind: Any, result: Any, widen: Callable[[Builder, Value], Value]) -> Callable[..., Any]:
+    def read(builder: Builder, address: Value, index: Value) -> Value:
+        return widen(builder, builder.load(emit_pointer(builder, address, index, kind)))
+
+    return define(result, types.int64, types.int64)(read)
+
+
+def _writer(kind: Any, parameter: Any, narrow: Callable[[Builder, Value], Value]) -> Callable[..., Any]:
+    def write(builder: Builder, address: Value, index: Value, x: Value) -> None:
+        builder.store(narrow(builder, x), emit_pointer(builder, address, index, kind))
+
+    return define(types.none, types.int64, types.int64, parameter)(write)
+
+
+read_f32 = _reader(F32, types.float32, lambda builder, x: x)
+read_f64 = _reader(F64, types.float64, lambda builder, x: x)
+read_f16 = _reader(F16, types.float32, lambda builder, x: builder.fpext(x, F32))
+read_i64 = _reader(I64, types.int64, lambda builder, x: x)
+read_i32 = _reader(I32, types.int64, lambda builder, x: builder.sext(x, I64))
+read_u32 = _reader(I32, types.int64, lambda builder, x: builder.zext(x, I64))
+read_u16 = _reader(I16, types.int64, lambda builder, x: builder.zext(x, I64))
+read_u8 = _reader(I8, types.int64, lambda builder, x: builder.zext(x, I64))
+
+
+@define(types.float64, types.int64)
+def as_float(builder: Builder, bits: Value) -> Value:
+    """The float64 with these bits: how a number travels in an argument block."""
+    return builder.bitcast(bits, F64)
+
+
+write_f32 = _writer(F32, types.float32, lambda builder, x: x)
+write_f64 = _writer(F64, types.float64, lambda builder, x: x)
+write_f16 = _writer(F16, types.float32, lambda builder, x: builder.fptrunc(x, F16))
+write_i64 = _writer(I64, types.int64, lambda builder, x: x)
+write_i32 = _writer(I32, types.int64, lambda builder, x: builder.trunc(x, I32))
+write_u16 = _writer(I16, types.int64, lambda builder, x: builder.trunc(x, I16))
+write_u8 = _writer(I8, types.int64, lambda builder, x: builder.trunc(x, I8))
+
+
+# --- threads and calls -----------------------------------------------------------------------------------------------
+
+
+@define(types.int64, types.int64, types.int64)
+def fetch_add(builder: Builder, address: Value, amount: Value) -> Value:
+    """Atomically add to the int64 at ``address`` and return what it was: how threads claim work items."""
+    return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "acq_rel")
+
+
+def stack(num_bytes: int) -> Callable[[], int]:
+    """A function returning the address of ``num_bytes`` of the calling kernel's stack, 64-byte aligned."""
+
+    def allocate(builder: Builder) -> Value:
+        with builder.goto_entry_block():
+            block = builder.alloca(ir.ArrayType(I8, num_bytes))
+            block.align = 64
+        return builder.ptrtoint(block, I64)
+
+    return define(types.int64)(allocate)
+
+
+@define(types.none, types.int64, types.int64, types.int64, types.int64)
+def call_kernel(builder: Builder, function: Value, arguments: Value, part: Value, parts: Value) -> None:
+    """Call the C function ``void (int64 arguments, int64 part, int64 parts)`` at an address."""
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [arguments, part, parts])

@@ -1,0 +1,162 @@
+"""Compiles kernel sources for given constants, once per machine.
+
+A kernel source (``kernel_*.py``) is an ordinary module with a block of constants. A specialisation is its text with those
+constants replaced, written to the user's cache folder and imported from there, where numba keeps the machine code beside
+it. The folder's name is a hash of everything the code depends on, so a stale entry is never read.
+
+numba's cache files are pickles: whoever can write them can run code as the user. The folder must therefore belong to the
+user alone, and it is never part of a plan.
+"""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import llvmlite
+import numba
+from numba import cfunc, njit, types
+
+from trtcb.errors import TargetUnavailableError
+from trtcb.plugins.cpu.isa import isa_fingerprint
+from trtcb.plugins.cpu.simd import JIT_OPTIONS
+
+logger = logging.getLogger(__name__)
+
+KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64)
+SHARED_SOURCES = ("simd.py", "tile.py", "specialize.py")
+SOURCE_FOLDER = Path(__file__).parent
+
+Progress = Callable[[str], None]
+
+
+def cache_folder() -> Path:
+    """The user's folder of compiled kernels, created with mode 0700.
+
+    Raises ``TargetUnavailableError`` if it belongs to somebody else or others may write to it. Where it cannot be created
+    (a read-only home), a temporary folder serves this process alone.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "trtcb" / "kernels"
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        for path in (folder.parent, folder):
+            path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        logger.warning("Kernels are compiled anew at each start, because %s cannot be created: %s", folder, error)
+        return Path(tempfile.mkdtemp(prefix="trtcb-kernels-"))
+    for path in (folder.parent, folder):
+        _check_private(path)
+    return folder
+
+
+def _check_private(path: Path) -> None:
+    state = path.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o022:
+        raise TargetUnavailableError(
+            f"The kernel cache {path} must be a folder of this user that nobody else can write to:"
+            f" run `chmod go-w {path}`, or set XDG_CACHE_HOME to another folder."
+        )
+
+
+def specialize(source: str, constants: Mapping[str, object]) -> str:
+    """The text of a kernel source with its constants replaced. ``KeyError`` for a constant the source does not have."""
+    text = (SOURCE_FOLDER / f"{source}.py").read_text()
+    for name, value in constants.items():
+        text, count = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value!r}", text, count=1)
+        if not count:
+            raise KeyError(f"{source} has no constant {name}")
+    return text
+
+
+def _key(text: str) -> str:
+    parts = [text, *((SOURCE_FOLDER / name).read_text() for name in SHARED_SOURCES)]
+    parts += [numba.__version__, llvmlite.__version__, platform.python_version(), *isa_fingerprint().values()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def load_module(source: str, constants: Mapping[str, object]) -> ModuleType:
+    """Import a kernel source specialised for ``constants``; nothing is compiled yet."""
+    text = specialize(source, constants)
+    name = f"trtcb_{source}_{_key(text)}"
+    if name in sys.modules:
+        return sys.modules[name]
+    folder = cache_folder() / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _check_private(folder)
+    path = folder / f"{source}.py"
+    if not path.is_file() or path.read_text() != text:  # numba discards its cache when this file changes
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TargetUnavailableError(f"The kernel source {path} cannot be imported; delete the folder {folder}.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _cache_beside_source() -> Iterator[None]:
+    """Keep numba's files in the folder that was checked, whatever NUMBA_CACHE_DIR says."""
+    saved, numba.config.CACHE_DIR = numba.config.CACHE_DIR, ""
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = saved
+
+
+def _compile(module: ModuleType, build: Callable[[], Any]) -> Any:
+    """Compile or load from the cache; a damaged cache is deleted and rebuilt."""
+    with _cache_beside_source():
+        try:
+            return build()
+        except Exception as error:  # unpickling a damaged file can raise anything
+            compiled = Path(str(module.__file__)).parent / "__pycache__"
+            if not compiled.is_dir():
+                raise
+            logger.warning("Rebuilding the kernel cache %s: %s", compiled, error)
+            shutil.rmtree(compiled)
+            return build()
+
+
+def compile_kernels(
+    source: str, constants: Mapping[str, object], on_progress: Progress | None = None
+) -> dict[str, Any]:
+    """The kernels of a source by name, as objects with an ``address``; keep them as long as the address is in use.
+
+    ``on_progress`` gets each kernel's name before it is compiled (or loaded, in a few milliseconds).
+    """
+    module = load_module(source, constants)
+    kernels: dict[str, Any] = {}
+    for function in module.KERNELS:
+        if on_progress is not None:
+            on_progress(function.__name__)
+        build = cfunc(KERNEL_SIGNATURE, cache=True, **JIT_OPTIONS)
+        kernels[function.__name__] = _compile(module, lambda build=build, function=function: build(function))
+    return kernels
+
+
+def compile_launcher() -> Callable[..., None]:
+    """``launch(kernel_address, parts, *12 ints)``, see ``kernel_launch.py``."""
+    module = load_module("kernel_launch", {})
+    signature = types.void(*[types.int64] * 14)
+    launcher: Callable[..., None] = _compile(module, lambda: njit(signature, cache=True, **JIT_OPTIONS)(module.launch))
+    return launcher

@@ -1,0 +1,154 @@
+"""The one inner loop of attention, built directly as LLVM IR: ``C[rows, 16 * vectors] (+)= A[rows, depth] @ B``.
+
+Scores are ``query @ keys`` (depth = head_dim, columns = tokens) and the context is ``probabilities @ values`` (depth =
+tokens, columns = head_dim), so both are this tile with other strides, and B is read straight from the pool's format. All
+``rows * vectors`` accumulators live in registers as loop-carried values. Each element of C is one chain of fused
+multiply-adds in order of depth whatever the tile's shape, so shapes can be chosen freely for speed: bits never change.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+
+from trtcb.plugins.cpu.simd import (
+    EMIT_LOAD,
+    F32,
+    I8,
+    I32,
+    I64,
+    LANES,
+    VECTOR,
+    Builder,
+    Value,
+    constant,
+    define,
+    emit_call,
+    emit_pointer,
+    emit_splat,
+)
+
+UNROLL = 2  # depth steps per loop iteration; depths are multiples of 16
+CACHE_LINE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TileSpec:
+    """Shape and strides of a tile. Strides count elements between rows of A (fp32), steps of depth in B, rows of C (fp32).
+
+    ``prefetch_bytes`` of memory are fetched per depth step from the address given at the call: what is needed next.
+    """
+
+    rows: int
+    vectors: int
+    b_format: str
+    a_stride: int
+    b_stride: int
+    c_stride: int
+    accumulate: bool = False
+    prefetch_bytes: int = 0
+
+    @property
+    def symbol(self) -> str:
+        """Name of the function in a module."""
+        mode = "add" if self.accumulate else "set"
+        strides = f"{self.a_stride}_{self.b_stride}_{self.c_stride}"
+        return f"tile_{self.rows}x{self.vectors}_{self.b_format}_{strides}_{mode}_{self.prefetch_bytes}"
+
+
+def define_tile(spec: TileSpec) -> Callable[[int, int, int, int, int], None]:
+    """A function ``tile(a, b, c, depth, prefetch)`` of four addresses and a depth, for use inside jitted code."""
+
+    def tile(builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
+        function = builder.module.globals.get(spec.symbol)
+        if function is None:
+            function = _build(builder.module, spec)
+        builder.call(function, [a, b, c, depth, prefetch])
+
+    return define(types.none, *[types.int64] * 5)(tile)
+
+
+def _build(module: Any, spec: TileSpec) -> Any:
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 5), spec.symbol)
+    function.linkage = "internal"
+    function.attributes.add("noinline")  # one copy, and its own register allocation
+    function.attributes.add("nounwind")
+    a, b, c, depth, prefetch = function.args
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    entry, loop, done = builder.block, function.append_basic_block("loop"), function.append_basic_block("done")
+    cells = [(row, vector) for row in range(spec.rows) for vector in range(spec.vectors)]
+    pointers = [
+        emit_pointer(builder, c, ir.Constant(I64, row * spec.c_stride + vector * LANES), F32, VECTOR)
+        for row, vector in cells
+    ]
+    initial = [builder.load(p, align=4) if spec.accumulate else constant(F32, 0.0) for p in pointers]
+    builder.branch(loop)
+
+    builder.position_at_end(loop)
+    step = builder.phi(I64)
+    sums = [builder.phi(VECTOR) for _ in cells]
+    step.add_incoming(ir.Constant(I64, 0), entry)
+    for phi, value in zip(sums, initial, strict=True):
+        phi.add_incoming(value, entry)
+    values: list[Value] = list(sums)
+    for offset in range(UNROLL):
+        values = _emit_step(builder, spec, (a, b), builder.add(step, ir.Constant(I64, offset)), values)
+        _emit_prefetch(builder, spec, prefetch, builder.add(step, ir.Constant(I64, offset)))
+    following = builder.add(step, ir.Constant(I64, UNROLL))
+    step.add_incoming(following, loop)
+    for phi, value in zip(sums, values, strict=True):
+        phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+
+    builder.position_at_end(done)
+    for pointer, value in zip(pointers, values, strict=True):
+        builder.store(value, pointer, align=4)
+    builder.ret_void()
+    return function
+
+
+def _emit_step(
+    builder: Builder, spec: TileSpec, addresses: tuple[Value, Value], step: Value, sums: list[Value]
+) -> list[Value]:
+    a, b = addresses
+    column = builder.mul(step, ir.Constant(I64, spec.b_stride))
+    load = EMIT_LOAD[spec.b_format]
+    columns = [load(builder, b, builder.add(column, ir.Constant(I64, v * LANES))) for v in range(spec.vectors)]
+    result: list[Value] = []
+    for row in range(spec.rows):
+        index = builder.add(step, ir.Constant(I64, row * spec.a_stride))
+        factor = emit_splat(builder, builder.load(emit_pointer(builder, a, index, F32), align=4))
+        for vector in range(spec.vectors):
+            result.append(emit_call(builder, "fma", factor, columns[vector], sums[row * spec.vectors + vector]))
+    return result
+
+
+def _emit_prefetch(builder: Builder, spec: TileSpec, address: Value, step: Value) -> None:
+    pointer_type = I8.as_pointer()
+    base = builder.mul(step, ir.Constant(I64, spec.prefetch_bytes))
+    name = "llvm.prefetch.p0"
+    for line in range(0, spec.prefetch_bytes, CACHE_LINE):
+        callee = builder.module.globals.get(name)
+        if callee is None:
+            callee = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [pointer_type, I32, I32, I32]), name)
+        pointer = emit_pointer(builder, address, builder.add(base, ir.Constant(I64, line)), I8)
+        # read, keep in all cache levels, data cache
+        builder.call(callee, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """Largest divisor of ``number`` that is at most ``limit`` (at least 1)."""
+    return max(d for d in range(1, max(1, min(number, limit)) + 1) if number % d == 0)
+
+
+def value_shape(rows: int, vectors: int, accumulators: int) -> tuple[int, int]:
+    """Rows and vectors of the tile that covers ``rows x vectors`` with most accumulators in use, and nearest to square."""
+    shapes = [
+        (r, v)
+        for r in range(1, rows + 1)
+        for v in range(1, vectors + 1)
+        if rows % r == 0 and vectors % v == 0 and (r * v <= accumulators or r * v == 1)
+    ]
+    return max(shapes, key=lambda shape: (shape[0] * shape[1], -shape[0] - shape[1]))

@@ -1,0 +1,61 @@
+"""From a request's ``prompt`` or ``messages`` to token ids."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trtcb.server.errors import invalid
+from trtcb.server.schemas import ChatMessage
+
+if TYPE_CHECKING:
+    from trtcb.tokenizer import Tokenizer
+
+T = TypeVar("T")
+TokenIds = tuple[int, ...]
+
+
+def completion_prompts(prompt: Any, tokenizer: "Tokenizer", *, vocab_size: int, max_prompts: int) -> list[TokenIds]:
+    """Return all prompts of a call: a text, texts, token ids, or lists of token ids. Raises a 400 for anything else."""
+    if isinstance(prompt, str):
+        return _encode([prompt], tokenizer)
+    if not isinstance(prompt, list) or not prompt:
+        raise invalid("prompt must be a text, a list of texts, token ids, or a list of lists of token ids.", "prompt")
+    if isinstance(prompt[0], int):
+        return [_token_ids(prompt, vocab_size)]
+    if len(prompt) > max_prompts:
+        raise invalid(f"prompt has {len(prompt)} entries; at most {max_prompts} fit in one call.", "prompt")
+    if all(isinstance(item, str) for item in prompt):
+        return _encode(prompt, tokenizer)
+    return [_token_ids(item, vocab_size) for item in prompt]
+
+
+def chat_prompt(messages: Sequence[ChatMessage], tokenizer: "Tokenizer") -> TokenIds:
+    """Encode a conversation through the model's chat template, which writes its own special tokens."""
+    return tuple(tokenizer.encode_chat([message.as_template_input() for message in messages]))
+
+
+async def offload(pool: Executor, function: Callable[[], T], *, size: int, threshold: int) -> T:
+    """Run ``function`` here if its input is small, else in ``pool``: one long text must not stall every stream."""
+    if size <= threshold:
+        return function()
+    return await asyncio.get_running_loop().run_in_executor(pool, function)
+
+
+def _encode(texts: list[str], tokenizer: "Tokenizer") -> list[TokenIds]:
+    # Checked before encoding: a tokenizer that adds BOS makes one token of no text.
+    prompts = [tuple(ids) for ids in tokenizer.encode_batch(texts)] if all(texts) else []
+    if not prompts or not all(prompts):
+        raise invalid("prompt is empty.", "prompt")
+    return prompts
+
+
+def _token_ids(ids: Any, vocab_size: int) -> TokenIds:
+    if not isinstance(ids, list) or not ids:
+        raise invalid("prompt must hold texts or non-empty lists of token ids, not a mixture.", "prompt")
+    for token in ids:
+        if type(token) is not int:  # a bool is an int to isinstance
+            raise invalid("prompt mixes token ids with something else; token ids are whole numbers.", "prompt")
+        if not 0 <= token < vocab_size:
+            raise invalid(f"A token id of prompt lies outside the vocabulary of {vocab_size}.", "prompt")
+    return tuple(ids)

@@ -1,0 +1,14 @@
+"""Fixtures shared by all tests."""
+
+from pathlib import Path
+
+import pytest
+
+from trtcb.builder.preset_files import pull
+from trtcb.builder.presets import load_preset
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real SmolLM2-135M-Instruct, fetched once into the user's cache; offline, deselect ``-m 'not model'``."""
+    return pull(load_preset("smollm2-135m"))

@@ -1,0 +1,149 @@
+"""Runs an exported step graph in onnxruntime on the CPU: the oracle for every other runtime."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx.inliner
+import onnxruntime
+from onnx import TensorProto
+
+from trtcb.builder.checkpoint import Checkpoint
+from trtcb.builder.export import build_graph, write_onnx
+from trtcb.executor.runtime import Batch, Float32, SamplingRows
+from trtcb.spec import KVDtype
+
+_POOL_TYPES = {
+    "tensor(float)": (np.dtype(np.float32), TensorProto.FLOAT),
+    "tensor(float16)": (np.dtype(np.float16), TensorProto.FLOAT16),
+    "tensor(bfloat16)": (np.dtype(ml_dtypes.bfloat16), TensorProto.BFLOAT16),
+    "tensor(int8)": (np.dtype(np.int8), TensorProto.INT8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one sequence contributes to a step: ``tokens`` at positions ``start, start + 1, ..`` and its block table."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    wants_logits: bool = True
+
+
+def pack(chunks: Sequence[Chunk], block_size: int) -> Batch:
+    """A greedy batch of ``chunks``; each wants the logits of its last token, or none."""
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    cu_q = np.cumsum([0, *lengths])
+    positions = np.concatenate([chunk.start + np.arange(len(chunk.tokens)) for chunk in chunks])
+    tables = np.zeros((len(chunks), max(len(chunk.blocks) for chunk in chunks)), np.int32)
+    for row, chunk in zip(tables, chunks, strict=True):
+        row[: len(chunk.blocks)] = chunk.blocks
+    owner = np.repeat(np.arange(len(chunks)), lengths)
+    slots = tables[owner, positions // block_size] * block_size + positions % block_size
+    logit_index = np.array([cu_q[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.wants_logits], np.int32)
+    return Batch(
+        input_ids=np.concatenate([np.asarray(chunk.tokens, np.int32) for chunk in chunks]),
+        positions=positions.astype(np.int32),
+        slot_mapping=slots.astype(np.int32),
+        cu_q=cu_q.astype(np.int32),
+        block_tables=tables,
+        logit_index=logit_index,
+        sampling=_greedy(len(logit_index)),
+    )
+
+
+def _greedy(n: int) -> SamplingRows:
+    zeros, ones = np.zeros(n, np.float32), np.ones(n, np.float32)
+    counts = np.zeros(n, np.int32)
+    return SamplingRows(zeros, counts, ones, zeros, np.zeros(n, np.uint64), counts)
+
+
+class OrtRunner:
+    """A session with its own zeroed KV pools, which every step updates in place.
+
+    ``model`` is the path of an ONNX file or a serialised model. ``pools`` maps input names (``layers.0.k_pool``) to
+    arrays ``[num_blocks * block_size, ...]`` that a test may read or preset between steps.
+    """
+
+    def __init__(self, model: str | PathLike[str] | bytes, *, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 2
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        source = model if isinstance(model, bytes) else str(model)
+        self._session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        self.pools: dict[str, np.ndarray] = {}
+        self._values: dict[str, onnxruntime.OrtValue] = {}
+        for port in self._session.get_inputs():
+            if port.type in _POOL_TYPES:
+                dtype, element_type = _POOL_TYPES[port.type]
+                # The OrtValue neither copies nor owns: `pools` keeps the memory alive.
+                pool = np.zeros((num_blocks * block_size, *port.shape[1:]), dtype)
+                self.pools[port.name] = pool
+                self._values[port.name] = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(pool, element_type)
+
+    def step(self, batch: Batch) -> Float32:
+        """Run one step; logits ``[NL, vocab_size]``."""
+        lengths = np.diff(batch.cu_q)
+        values = {
+            "input_ids": batch.input_ids,
+            "positions": batch.positions,
+            "slot_mapping": batch.slot_mapping,
+            "token_sequence": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+            "cu_q": batch.cu_q,
+            "block_tables": batch.block_tables,
+            "q_range": np.arange(lengths.max(), dtype=np.int32),
+            "logit_index": batch.logit_index,
+        }
+        inputs = {name: np.ascontiguousarray(array) for name, array in values.items()}  # alive until the run ends
+        binding = self._session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_cpu_input(name, array)
+        for name, value in self._values.items():
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(f"{name}_out", value)
+        binding.bind_output("logits", "cpu")
+        self._session.run_with_iobinding(binding)
+        return binding.get_outputs()[-1].numpy()
+
+
+def export_runner(
+    folder: Path, checkpoint: Checkpoint, kv_dtype: KVDtype, *, num_blocks: int, block_size: int, inlined: bool = False
+) -> OrtRunner:
+    """Export ``checkpoint`` in fp32 to ``folder`` and open it; its operators stay functions unless ``inlined``."""
+    spec, path = checkpoint.spec, folder / f"{checkpoint.spec.name}.onnx"
+    model = build_graph(
+        spec, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, max_positions=min(spec.max_position, 1024)
+    )
+    write_onnx(model, checkpoint, path)
+    if not inlined:
+        return OrtRunner(path, num_blocks=num_blocks, block_size=block_size)
+    flat = onnx.inliner.inline_local_functions(onnx.load(path))
+    return OrtRunner(flat.SerializeToString(), num_blocks=num_blocks, block_size=block_size)
+
+
+def run_packed(
+    runner: OrtRunner,
+    sequences: Sequence[Sequence[int]],
+    tables: Sequence[Sequence[int]],
+    packing: Sequence[Sequence[int]],
+) -> dict[tuple[int, int], Float32]:
+    """Feed known ``sequences``; a step takes ``packing[step][row]`` tokens of sequence ``row``.
+
+    Returns the logits of the last token of every chunk, by (sequence, position).
+    """
+    done = [0] * len(sequences)
+    found = {}
+    for counts in packing:
+        rows = [row for row, count in enumerate(counts) if count]
+        chunks = [Chunk(sequences[row][done[row] : done[row] + counts[row]], done[row], tables[row]) for row in rows]
+        logits = runner.step(pack(chunks, runner.block_size))
+        for row, values in zip(rows, logits, strict=True):
+            done[row] += counts[row]
+            found[row, done[row] - 1] = values
+    return found

@@ -1,0 +1,105 @@
+"""The cpu target against onnxruntime on the same graph, and against itself in other packings."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.golden.array_checkpoint import TINY, random_checkpoint
+from tests.golden.cpu_plan import CpuRunner, write_cpu_plan
+from tests.golden.ort_runner import Chunk, export_runner, pack, run_packed
+from trtcb.executor.linear import padded_rows
+from trtcb.spec import BuildLimits, KVDtype, RopeScaling, WeightDtype
+
+SPEC = dataclasses.replace(
+    TINY,
+    head_dim=32,
+    max_position=512,
+    rope_scaling=RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32),
+)
+LIMITS = BuildLimits(max_batch_size=16, max_num_tokens=512, max_seq_len=512, block_size=32)
+NUM_BLOCKS = 40
+# Tokens of each of three sequences, step by step; the second crosses the attention's 256-token tile.
+PACKING = [(5, 70, 11), (1, 160, 0), (1, 33, 1), *[(1, 1, 1)] * 9]
+ALONE = [(16, 0, 0), (0, 272, 0), (0, 0, 21)]
+SMALL_CHUNKS = [(1, 0, 0)] * 16 + [(0, 32, 0)] * 8 + [(0, 8, 0)] * 2 + [(0, 0, 21)]
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, SPEC.vocab_size, total).tolist() for total in np.sum(PACKING, axis=0)]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return np.random.default_rng(3).permutation(NUM_BLOCKS)[:30].reshape(3, 10)
+
+
+def cpu_runner(folder, weight_dtype, kv_dtype, spec=SPEC):
+    path = folder / "tiny.plan"
+    return CpuRunner(
+        write_cpu_plan(path, random_checkpoint(spec, seed=1), weight_dtype, kv_dtype, LIMITS), num_blocks=NUM_BLOCKS
+    )
+
+
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("fp32", 2e-5), ("bf16", 0.01), ("fp16", 0.002), ("int8", 0.02), ("fp8", 0.06)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_steps_equal_the_graph_in_onnxruntime(tmp_path, kv_dtype, tolerance, tied, sequences, tables):
+    spec = dataclasses.replace(SPEC, tie_embeddings=tied)
+    checkpoint = random_checkpoint(spec, seed=1)
+    oracle = export_runner(tmp_path, checkpoint, KVDtype(kv_dtype), num_blocks=NUM_BLOCKS, block_size=32)
+    expected = run_packed(oracle, sequences, tables, PACKING)
+    found = run_packed(cpu_runner(tmp_path, WeightDtype.FP32, KVDtype(kv_dtype), spec), sequences, tables, PACKING)
+    assert found.keys() == expected.keys()
+    scale = max(float(np.abs(logits).max()) for logits in expected.values())
+    worst = max(float(np.abs(found[key] - expected[key]).max()) for key in expected)
+    assert worst <= tolerance * scale
+
+
+@pytest.mark.parametrize("kv_dtype", KVDtype)
+@pytest.mark.parametrize("weight_dtype", WeightDtype)
+def test_packing_never_changes_a_bit(tmp_path, weight_dtype, kv_dtype, sequences, tables):
+    """Row invariance: alone or among others, whole or in chunks, a row's logits are the same bits."""
+    packed = run_packed(cpu_runner(tmp_path, weight_dtype, kv_dtype), sequences, tables, PACKING)
+    other_tables = np.random.default_rng(4).permutation(NUM_BLOCKS)[:30].reshape(3, 10)
+    for packing in (ALONE, SMALL_CHUNKS):
+        found = run_packed(cpu_runner(tmp_path, weight_dtype, kv_dtype), sequences, other_tables, packing)
+        shared = found.keys() & packed.keys()
+        assert len(shared) >= 3
+        for key in shared:
+            assert np.array_equal(found[key], packed[key]), f"sequence {key[0]}, position {key[1]}"
+
+
+def test_tokens_are_the_greedy_choice_of_the_logits(tmp_path, sequences, tables):
+    runner = cpu_runner(tmp_path, WeightDtype.FP32, KVDtype.FP32)
+    logits = runner.step(pack([Chunk(sequences[i], 0, tables[i]) for i in (0, 1)], 32))
+    assert runner.tokens.tolist() == logits.argmax(axis=1).tolist()
+
+
+def test_a_row_of_nan_fails_alone(tmp_path, sequences, tables):
+    checkpoint = random_checkpoint(SPEC, seed=1)
+    embedding = checkpoint.tensors["model.embed_tokens.weight"].copy()
+    poisoned = sequences[0][0]
+    embedding[poisoned] = np.nan
+    checkpoint = dataclasses.replace(
+        checkpoint, tensors={**checkpoint.tensors, "model.embed_tokens.weight": embedding}
+    )
+    path = write_cpu_plan(tmp_path / "nan.plan", checkpoint, WeightDtype.FP32, KVDtype.INT8, LIMITS)
+    runner = CpuRunner(path, num_blocks=NUM_BLOCKS)
+    clean = [token for token in sequences[1] if token != poisoned]
+    runner.step(pack([Chunk([poisoned], 0, tables[0]), Chunk(clean, 0, tables[1])], 32))
+    first, second = runner.tokens.tolist()
+    assert first == -1
+    assert second >= 0
+    # The page that held the poisoned token serves its next owner as if it had never been there.
+    reused = runner.step(pack([Chunk(clean, 0, tables[0])], 32))
+    fresh = CpuRunner(path, num_blocks=NUM_BLOCKS).step(pack([Chunk(clean, 0, tables[2])], 32))
+    assert np.array_equal(reused, fresh)
+
+
+def test_row_counts_are_few_and_never_one():
+    counts = {padded_rows(n) for n in range(1, 2049)}
+    assert min(counts) == 2
+    assert len(counts) < 100
+    assert all(padded_rows(n) >= n for n in range(1, 2049))

@@ -1,0 +1,224 @@
+"""An engine core on the sim runtime, checked after every step, and the answers that each of its requests must get."""
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.property.reference_policies import Reference
+from trtcb.executor.config import EngineConfig
+from trtcb.executor.core import EngineCore
+from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams
+from trtcb.executor.runtime import Batch
+from trtcb.executor.sequence import Sequence
+from trtcb.executor.sim_runtime import SimRuntime, expected_tokens
+
+VOCAB_SIZE = 23
+EOS = 3
+
+
+class FaultyRuntime(SimRuntime):
+    """Fails the next step in the way that ``fault`` names: ``row`` (blames one), ``nan`` (of one) or ``batch``."""
+
+    fault: tuple[str, int] | None = None
+    victim: int | None = None  # batch row that the last fault hit
+
+    def wait(self) -> np.ndarray:
+        batch: Batch | None = self._batch
+        tokens = super().wait()
+        fault, self.fault = self.fault, None
+        if fault is None or batch is None:
+            return tokens
+        kind, number = fault
+        if kind == "batch":
+            raise RuntimeError("injected")
+        if kind == "nan" and len(tokens):
+            index = number % len(tokens)
+            self.victim = int(np.searchsorted(batch.cu_q, batch.logit_index[index], side="right")) - 1
+            tokens[index] = -1
+        elif kind == "row":
+            error = RuntimeError("injected")
+            error.request_index = self.victim = number % (len(batch.cu_q) - 1)
+            raise error
+        return tokens
+
+
+@dataclass
+class World:
+    """Drives one core and holds every request to the token law: its tokens are those it would get alone."""
+
+    config: EngineConfig
+    num_blocks: int
+    deltas: dict[str, list[Delta]] = field(default_factory=lambda: defaultdict(list))
+    requests: dict[str, Request] = field(default_factory=dict)
+    num_pauses: int = 0
+    num_hit_tokens: int = 0
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.runtime = FaultyRuntime(
+            num_blocks=self.num_blocks, block_size=self.config.block_size, vocab_size=VOCAB_SIZE
+        )
+        self.core = EngineCore(
+            self.runtime, self.config, tokenizer=None, eos_token_ids=[EOS], vocab_size=VOCAB_SIZE
+        )
+
+    @property
+    def scheduler(self):
+        return self.core.scheduler
+
+    def live(self) -> list[str]:
+        return [i for i in self.requests if not self.deltas[i] or self.deltas[i][-1].finish_reason is None]
+
+    def submit(self, request: Request) -> Sequence:
+        seq = self.core.admission.sequence(request, 0.0)
+        self.requests[request.request_id] = request
+        self.core.add(seq)
+        return seq
+
+    def abort(self, request_id: str) -> None:
+        self.core.abort(request_id)
+
+    def force_pause(self, number: int) -> None:
+        running = self.scheduler.running
+        if running:
+            self.scheduler.pause(running[number % len(running)])
+            self.check()
+
+    def step(self) -> None:
+        if not self.core.has_work:
+            return
+        # The real pass must decide as the specification, read aloud, does.
+        reference = self._reference()
+        choice = self.scheduler._policy.select(self.scheduler._active_list())
+        assert [s.request_id for s in choice.fitting] == [s.request_id for s in reference.fitting]
+        assert [s.request_id for s in choice.paused] == [s.request_id for s in reference.paused]
+
+        outcome = self.core.step()
+        self.num_steps += 1
+        for delta in outcome.deltas:
+            self.deltas[delta.request_id].append(delta)
+        if outcome.stats is not None:
+            self.num_pauses += outcome.stats.num_pauses
+            self.num_hit_tokens += outcome.stats.prefix_hit_tokens
+            assert outcome.stats.audit_failures == 0
+            assert outcome.stats.num_rows <= self.config.max_batch_size
+            spent = outcome.stats.prompt_tokens + outcome.stats.recomputed_tokens
+            assert spent <= self.config.max_num_tokens
+        self.check()
+
+    def _reference(self) -> Reference:
+        return Reference(
+            self.scheduler,
+            self.config.scheduler_policy,
+            self.config.block_size,
+            self.config.max_batch_size,
+            self.config.prefix_caching,
+        )
+
+    def check(self) -> None:
+        assert self.scheduler.pool.is_consistent()
+        assert self.scheduler.audit() == []
+        assert self.scheduler.running == sorted(self.scheduler.running)
+        assert self.scheduler.waiting == sorted(self.scheduler.waiting)
+        assert self.scheduler.num_paused == sum(seq.num_pauses > 0 for seq in self.scheduler.waiting)
+        for seq in self.scheduler.running:
+            assert seq.room == len(seq.blocks) * self.config.block_size - seq.num_computed
+            assert 0 <= seq.room
+        for seq in self.scheduler.waiting:
+            assert (seq.slot, seq.blocks, seq.num_computed) == (-1, [], 0)
+        if self.config.scheduler_policy != "max_utilization":
+            assert self.scheduler.reserved_blocks <= self.scheduler.pool.num_free
+
+    def run_to_end(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work, "no end in sight"
+        self.finish()
+
+    def finish(self) -> None:
+        """Everything is given back, and everybody got the right answer and one end."""
+        outcome = self.core.step()
+        for delta in outcome.deltas:
+            self.deltas[delta.request_id].append(delta)
+        assert self.scheduler.pool.num_used == 0
+        assert self.scheduler.pool.num_free == self.num_blocks
+        assert self.scheduler.num_free_slots == self.config.max_batch_size
+        assert self.scheduler.reserved_blocks == 0
+        assert self.core.recorder.num_audit_failures == 0
+        for request_id, request in self.requests.items():
+            check_answer(request, self.deltas[request_id], self.config)
+
+
+def check_answer(request: Request, deltas: list[Delta], config: EngineConfig) -> None:
+    assert [d.finish_reason is not None for d in deltas] == [False] * (len(deltas) - 1) + [True]
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    expected, reason = expected_answer(request, config)
+    if deltas[-1].finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        assert tokens == expected[: len(tokens)]
+    else:
+        assert (tokens, deltas[-1].finish_reason) == (expected, reason)
+
+
+def expected_answer(request: Request, config: EngineConfig) -> tuple[list[int], FinishReason]:
+    """By the definition of the sim model, and nothing of the engine."""
+    params = request.params
+    room = config.max_seq_len - len(request.prompt_token_ids)
+    limit = min(params.max_tokens or room, room)
+    tokens = expected_tokens(request.prompt_token_ids, params, limit, vocab_size=VOCAB_SIZE)
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: index + 1], FinishReason.STOP
+    return tokens, FinishReason.LENGTH
+
+
+def random_config(rng: random.Random, policy: str, max_len: int) -> EngineConfig:
+    block_size = rng.choice([1, 2, 3, 4, 8])
+    chunked = rng.random() < 0.7
+    least = block_size if chunked else max_len
+    return EngineConfig(
+        scheduler_policy=policy,
+        chunk_policy=rng.choice(["equal_progress", "first_come_first_served"]),
+        block_size=block_size,
+        max_batch_size=rng.choice([1, 2, 3, 8, 8]),
+        max_num_tokens=least + rng.choice([0, 1, 5, 40]),
+        max_seq_len=max_len,
+        chunked_prefill=chunked,
+        prefix_caching=rng.random() < 0.6,
+    )
+
+
+def random_requests(rng: random.Random, count: int) -> list[Request]:
+    """Prompts that share beginnings, some equal, with mixed limits, ends, seeds, priorities and salts."""
+    stem = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 6, 12]))]
+    requests: list[Request] = []
+    for number in range(count):
+        if requests and rng.random() < 0.25:
+            prompt = rng.choice(requests).prompt_token_ids
+        else:
+            prompt = (*stem, *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 14))))
+        is_sampled = rng.random() < 0.5
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 20),
+            temperature=rng.choice([0.5, 1.0]) if is_sampled else 0.0,
+            top_k=rng.choice([0, 5]),
+            top_p=rng.choice([1.0, 0.9]),
+            min_p=rng.choice([0.0, 0.1]),
+            seed=rng.randrange(1 << 40),
+            stop_token_ids=(7,) if rng.random() < 0.3 else (),
+            ignore_eos=rng.random() < 0.5,
+        )
+        requests.append(
+            Request(
+                f"r{number}",
+                prompt,
+                params,
+                priority=rng.choice([0.5, 0.5, 0.5, 0.2, 0.9]),
+                cache_salt=rng.choice(["", "", "", "other"]),
+            )
+        )
+    return requests

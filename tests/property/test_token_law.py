@@ -1,0 +1,62 @@
+"""The law that finds most bugs: a request's tokens are those of its solo run, whatever happens around it."""
+
+import logging
+import random
+
+import pytest
+
+from tests.property.sim_world import World, random_config, random_requests
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.CRITICAL, logger="trtcb")
+
+
+POLICIES = ["guaranteed_no_evict", "max_utilization", "static_batch"]
+
+
+def run(seed: int, policy: str) -> World:
+    """One random workload with arrivals, aborts, forced pauses and injected faults."""
+    rng = random.Random(f"{policy}/{seed}")
+    requests = random_requests(rng, rng.randint(2, 12))
+    longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests)
+    config = random_config(rng, policy, longest)
+    least = -(-longest // config.block_size)
+    world = World(config, least + rng.randint(0, 1 + least // 2))
+    world.runtime.healthy = True
+    arrival = rng.choice([0.3, 1.0])
+    abort, pause, fault = (rng.choice([0.0, 0.0, 0.05, 0.2]) for _ in range(3))
+    waiting = list(requests)
+    while waiting or world.core.has_work:
+        while waiting and rng.random() < arrival:
+            world.submit(waiting.pop(0))
+        live = world.live()
+        if live and rng.random() < abort / 3:
+            world.abort(rng.choice(live))
+        if rng.random() < pause and world.num_steps < 100:  # for ever, they would leave no time to get anywhere
+            world.force_pause(rng.randrange(100))
+        if rng.random() < fault / 3:
+            world.runtime.fault = (rng.choice(["row", "nan", "batch"]), rng.randrange(100))
+        world.step()
+        assert world.num_steps < 3000, "no end in sight"
+    world.finish()
+    if pause == 0 and policy != "max_utilization":
+        assert world.num_pauses == 0
+    return world
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_equal_the_solo_run(policy):
+    worlds = [run(seed, policy) for seed in range(400)]
+    # A run of the law that never meets what it is about would prove nothing.
+    assert sum(world.num_hit_tokens for world in worlds) > 1000
+    if policy == "max_utilization":
+        assert sum(world.num_pauses for world in worlds) > 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("thousand", range(3))
+def test_tokens_equal_the_solo_run_at_length(policy, thousand):
+    for seed in range(1000 * (thousand + 1), 1000 * (thousand + 2)):
+        run(seed, policy)

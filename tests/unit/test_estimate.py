@@ -1,0 +1,60 @@
+import dataclasses
+
+import pytest
+
+from trtcb.builder.estimate import estimate
+from trtcb.spec import BuildLimits, KVDtype, ModelSpec, WeightDtype
+
+LLAMA_2_7B = ModelSpec("llama-2-7b", 4096, 11008, 32, 32, 32, 128, 32000, 4096)
+SMOLLM2 = ModelSpec("smollm2-135m", 576, 1536, 30, 9, 3, 64, 49152, 8192, tie_embeddings=True)
+GIB = 1 << 30
+
+
+def of(spec: ModelSpec, kv: KVDtype, **changes: object):
+    arguments = {"limits": BuildLimits(), "weight_dtype": WeightDtype.BF16, "available_bytes": 64 * GIB, **changes}
+    return estimate(spec, kv_dtype=kv, **arguments)
+
+
+def test_llama_2_7b() -> None:
+    fp16 = of(LLAMA_2_7B, KVDtype.FP16, kv_memory_bytes=16 * GIB)
+    assert fp16.num_params == 6_738_415_616
+    assert fp16.weight_bytes == 13_476_831_232 + 4096 * 128 * 4  # weights and rotary tables
+    assert fp16.kv_bytes_per_token == 524_288
+    assert fp16.kv_share_of_fp16 == 1.0
+    assert fp16.block_bytes == 16 << 20
+    assert (fp16.num_blocks, fp16.num_sequences) == (1024, 8)
+    assert of(LLAMA_2_7B, KVDtype.FP32).kv_bytes_per_token == 1_048_576
+
+
+@pytest.mark.parametrize("kv", [KVDtype.FP8, KVDtype.INT8])
+def test_scales_are_counted(kv: KVDtype) -> None:
+    llama = of(LLAMA_2_7B, kv, kv_memory_bytes=16 * GIB)
+    assert llama.kv_bytes_per_token == 266_240
+    assert round(llama.kv_share_of_fp16, 3) == 0.508
+    assert (llama.num_blocks, llama.num_sequences) == (2016, 15)
+    smol = of(SMOLLM2, kv)
+    assert smol.kv_bytes_per_token == 2 * 30 * 3 * (64 + 2)
+    assert round(smol.kv_share_of_fp16, 3) == 0.516
+
+
+def test_smollm2_parameters() -> None:
+    assert of(SMOLLM2, KVDtype.BF16).num_params == 134_515_008
+    assert of(SMOLLM2, KVDtype.BF16, weight_dtype=WeightDtype.FP32).weight_bytes == 538_060_032 + 4096 * 64 * 4
+
+
+def test_pool_is_what_the_fraction_leaves() -> None:
+    result = of(LLAMA_2_7B, KVDtype.FP16, kv_memory_fraction=0.5)
+    assert result.pool_bytes == 32 * GIB - result.weight_bytes - result.activation_bytes
+    assert result.num_blocks == result.pool_bytes // result.block_bytes
+    assert result.resident_bytes <= 32 * GIB
+
+
+def test_too_little_memory_holds_nothing() -> None:
+    result = of(LLAMA_2_7B, KVDtype.FP16, available_bytes=8 * GIB)
+    assert (result.pool_bytes, result.num_blocks, result.num_sequences) == (0, 0, 0)
+
+
+def test_a_sequence_that_is_no_multiple_of_a_block_needs_a_whole_one() -> None:
+    limits = dataclasses.replace(BuildLimits(), max_seq_len=33)
+    block = 524_288 * 32
+    assert of(LLAMA_2_7B, KVDtype.FP16, limits=limits, kv_memory_bytes=3 * block).num_sequences == 1

@@ -1,0 +1,108 @@
+"""The lowering pass: what the graph of a small Llama becomes, and what it refuses."""
+
+from collections import Counter
+
+import pytest
+from onnx import helper
+
+from trtcb.builder.export import build_graph
+from trtcb.builder.lower import LoweringError, lower
+from trtcb.program import Program
+from trtcb.spec import KVDtype, ModelSpec
+
+SPEC = ModelSpec("tiny", 64, 128, 3, 4, 2, 16, 256, 128)
+TIED = ModelSpec("tied", 64, 128, 1, 4, 2, 16, 256, 128, tie_embeddings=True)
+
+
+def graph(spec=SPEC, dtype="fp32", kv_dtype=KVDtype.FP32):
+    return build_graph(spec, dtype=dtype, kv_dtype=kv_dtype, block_size=32, max_positions=64)
+
+
+@pytest.mark.parametrize("kv_dtype", list(KVDtype))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_layer_becomes_nine_calls(dtype, kv_dtype):
+    lowered = lower(graph(dtype=dtype, kv_dtype=kv_dtype), SPEC, dtype)
+    ops = Counter(call.op for call in lowered.program.calls)
+    layers = SPEC.num_layers
+    assert ops == {
+        "embedding": 1,
+        "rms_norm": 2,  # the first of all, and the one before the head
+        "add_rms_norm": 2 * layers - 1,
+        "linear": 4 * layers + 1,
+        "rope_kv_write": layers,
+        "paged_attention": layers,
+        "swiglu": layers,
+        "gather_rows": 1,
+    }
+    assert [c.attributes["layer"] for c in lowered.program.calls if c.op == "paged_attention"] == [0, 1, 2]
+    assert lowered.program.calls[-1].outputs == ("logits",)
+    assert lowered.program.value("logits").dtype == "fp32"
+    assert lowered.program.value("hidden").dtype == dtype
+
+
+def test_projections_of_one_input_are_stacked_in_the_order_the_kernels_read():
+    recipes = {w.name: w for w in lower(graph(dtype="bf16"), SPEC, "bf16").weights}
+    prefix = "model.layers.1."
+    assert recipes["layers.1.self_attn.q_k_v_proj"].parts == tuple(
+        f"{prefix}self_attn.{p}_proj.weight" for p in ("q", "k", "v")
+    )
+    assert recipes["layers.1.mlp.gate_up_proj"].parts == (
+        f"{prefix}mlp.gate_proj.weight",
+        f"{prefix}mlp.up_proj.weight",
+    )
+    assert recipes["layers.1.input_layernorm"].dtype == "fp32"
+    assert recipes["lm_head"].dtype == "bf16"
+
+
+def test_a_tied_head_is_stored_once():
+    lowered = lower(graph(TIED), TIED, "fp32")
+    assert lowered.program.calls[-1].weights == lowered.program.calls[0].weights == ("embedding",)
+    assert [w.parts for w in lowered.weights].count(("model.embed_tokens.weight",)) == 1
+
+
+def test_every_value_is_written_before_it_is_read():
+    written = set()
+    for call in lower(graph(), SPEC, "fp32").program.calls:
+        assert set(call.inputs) <= written
+        written |= set(call.outputs)
+
+
+def test_program_survives_json():
+    program = lower(graph(), SPEC, "fp32").program
+    assert Program.from_json(program.to_json()) == program
+    with pytest.raises(KeyError):
+        program.value("nothing")
+
+
+def test_an_operator_without_a_kernel_is_named():
+    model = graph()
+    model.graph.node.append(helper.make_node("Erf", ["layers.0.v"], ["odd"], name="layers.0.odd"))
+    with pytest.raises(LoweringError, match=r"no kernel for Erf .*layers\.0\.odd"):
+        lower(model, SPEC, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("node", "change"),
+    [
+        ("layers.0.gated", lambda n: n.input.__setitem__(1, "layers.0.gate_proj")),  # silu(gate) * gate
+        ("layers.1.attention_residual", lambda n: n.input.__setitem__(1, "layers.1.context")),
+        ("layers.0.q_rope", lambda n: n.input.__setitem__(0, "layers.0.k_heads")),
+        ("layers.0.kv_cache_write", lambda n: n.input.__setitem__(1, "layers.0.q")),
+        ("layers.0.q_proj", lambda n: n.attribute.pop()),  # transB
+    ],
+)
+def test_a_pattern_that_is_not_a_llama_is_refused(node, change):
+    model = graph()
+    [found] = [n for n in model.graph.node if n.name == node]
+    change(found)
+    with pytest.raises(LoweringError):
+        lower(model, SPEC, "fp32")
+
+
+def test_another_attention_scale_is_refused():
+    model = graph()
+    [node] = [n for n in model.graph.node if n.name == "layers.0.paged_attention"]
+    [scale] = [a for a in node.attribute if a.name == "scale"]
+    scale.f = 0.5
+    with pytest.raises(LoweringError, match="PagedAttention"):
+        lower(model, SPEC, "fp32")

@@ -1,0 +1,125 @@
+"""Stages on a terminal as bars with an ETA, and as plain lines anywhere else."""
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from trtcb.memory import format_size
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+_PLAIN_STEP = 0.25  # a plain line each quarter of a stage, and not more often than
+_PLAIN_INTERVAL_S = 5.0
+
+
+class StageDisplay(Protocol):
+    """Shows a build while its context is open; the callbacks are those of :mod:`trtcb.builder.report`."""
+
+    def on_stage(self, name: str, total: int) -> None:
+        """Begin a stage of ``total`` bytes; 0 if it has no measure."""
+
+    def on_progress(self, amount: int) -> None:
+        """Count ``amount`` more bytes."""
+
+    def __enter__(self) -> "StageDisplay":
+        """Start showing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the terminal as it was."""
+
+
+def stage_display(out: TextIO = sys.stderr) -> StageDisplay:
+    """Choose the display that ``out`` can show."""
+    return BarDisplay() if out.isatty() else LineDisplay(out)
+
+
+class BarDisplay:
+    """One line a stage; the running one has a bar, its rate and what is left of its time."""
+
+    def __init__(self) -> None:
+        # Here and not above: plain output does not pay for these imports.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description:<12}"),
+            BarColumn(bar_width=32),
+            TextColumn("{task.fields[size]:>10}"),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task: TaskID | None = None
+
+    def on_stage(self, name: str, total: int) -> None:
+        """Complete the running stage's bar and add one."""
+        self._complete()
+        size = format_size(total) if total else ""
+        self._task = self._progress.add_task(name, total=total or None, size=size)
+
+    def on_progress(self, amount: int) -> None:
+        """Move the running stage's bar."""
+        if self._task is not None:
+            self._progress.advance(self._task, amount)
+
+    def __enter__(self) -> "BarDisplay":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._complete()
+        self._progress.stop()
+
+    def _complete(self) -> None:
+        if self._task is not None:
+            # A stage without a measure has no total until it is over.
+            total = self._progress.tasks[self._task].total or 1
+            self._progress.update(self._task, total=total, completed=total)
+
+
+class LineDisplay:
+    """A line when a stage begins, and a few while a long one runs: what a log file or a CI job can show."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._name = ""
+        self._total = self._done = 0
+        self._started = self._told_at = 0.0
+        self._told_share = 0.0
+
+    def on_stage(self, name: str, total: int) -> None:
+        """Print the stage's name and size."""
+        self._name, self._total, self._done = name, total, 0
+        self._started = self._told_at = time.monotonic()
+        self._told_share = 0.0
+        self._say(f"{name} ({format_size(total)})" if total else name)
+
+    def on_progress(self, amount: int) -> None:
+        """Print the share that is done and the time left, seldom."""
+        self._done += amount
+        now = time.monotonic()
+        share = min(1.0, self._done / self._total) if self._total else 0.0
+        if share - self._told_share < _PLAIN_STEP or now - self._told_at < _PLAIN_INTERVAL_S:
+            return
+        self._told_share, self._told_at = share, now
+        left = (now - self._started) * (1 - share) / share
+        self._say(f"{self._name} {share:.0%}, {left:.0f} s left")
+
+    def __enter__(self) -> "LineDisplay":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._out.flush()
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._out, flush=True)

@@ -1,0 +1,82 @@
+"""The call list of one step: what a compiler leaves of the ONNX graph, and what the ``cpu`` and ``cuda`` runtimes bind.
+
+A program is straight-line code over named row-major values. Each value is ``[rows, width]`` where ``rows`` is the number of
+tokens of the step (``"tokens"``) or the number of rows that want logits (``"logits"``). Operators:
+
+====================  ==========================  =============================  ======================================
+op                    inputs                      outputs                        meaning
+====================  ==========================  =============================  ======================================
+``embedding``         --                          residual fp32                  rows of weight 0 by ``input_ids``
+``rms_norm``          residual                    hidden                         ``eps``; weight 0 is the gain
+``add_rms_norm``      residual, delta             hidden                         residual += delta in place, then the norm
+``linear``            x                           y                              ``y = x @ weight.T``, weight ``[N, K]``
+``rope_kv_write``     qkv                         query fp32                     rotate q and k, write k and v of ``layer``
+``paged_attention``   query                       context                        causal attention of ``layer`` over the pool
+``swiglu``            gate|up                     hidden                         ``silu(gate) * up``
+``gather_rows``       residual, delta             residual                       ``(residual + delta)[logit_index]``
+====================  ==========================  =============================  ======================================
+
+``rope_kv_write`` folds ``1/sqrt(head_dim)`` into the query. The last ``linear`` writes ``logits`` in fp32.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Rows = Literal["tokens", "logits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One intermediate of the step: ``[rows, width]`` of ``dtype`` (``fp32`` or ``bf16``)."""
+
+    name: str
+    rows: Rows
+    width: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator application. ``weights`` are tensor names in the plan's weight section."""
+
+    op: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    attributes: dict[str, int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All calls of one step in execution order; the last call writes the value named ``logits``."""
+
+    calls: tuple[Call, ...]
+    values: tuple[Value, ...]
+
+    def value(self, name: str) -> Value:
+        """Look a value up by name; ``KeyError`` if the program has none such."""
+        for value in self.values:
+            if value.name == name:
+                return value
+        raise KeyError(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a plan section."""
+        return {
+            "values": [[v.name, v.rows, v.width, v.dtype] for v in self.values],
+            "calls": [
+                {"op": c.op, "inputs": c.inputs, "outputs": c.outputs, "weights": c.weights, "attributes": c.attributes}
+                for c in self.calls
+            ],
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "Program":
+        """Inverse of :meth:`to_json`."""
+        return Program(
+            calls=tuple(
+                Call(c["op"], tuple(c["inputs"]), tuple(c["outputs"]), tuple(c["weights"]), dict(c["attributes"]))
+                for c in data["calls"]
+            ),
+            values=tuple(Value(*v) for v in data["values"]),
+        )
