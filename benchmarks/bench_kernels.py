@@ -1,6 +1,6 @@
 """Times the CPU target's kernels: memory traffic for decode and row kernels, arithmetic for prefill.
 
-    python benchmarks/bench_kernels.py --kv fp8 bf16 --sequences 64 --context 256
+python benchmarks/bench_kernels.py --kv fp8 bf16 --sequences 64 --context 256
 """
 
 import argparse
@@ -87,9 +87,7 @@ class AttentionBench:
         num_rows = num_sequences * new
         self.query = rng.normal(size=(num_rows, config.num_heads * config.head_dim)).astype(np.float32) / 8
         self.out = np.zeros(self.query.shape, ml_dtypes.bfloat16)
-        self.plan = kernels.plan_attention(
-            self.cu_q.ctypes.data, self.positions.ctypes.data, num_sequences, num_rows
-        )
+        self.plan = kernels.plan_attention(self.cu_q.ctypes.data, self.positions.ctypes.data, num_sequences, num_rows)
         arrays = (self.query, self.tables, self.positions, self.out)
         self.addresses = [array.ctypes.data for array in arrays]
         self.pools = [PoolAddresses(**{n: a.ctypes.data for n, a in arrays.items()}) for arrays in layers]
@@ -120,7 +118,7 @@ def bench_attention(kernels: CpuKernels, num_sequences: int, context: int, prefi
 
 
 def bench_rows(kernels: CpuKernels, num_rows: int, repeat: int) -> None:
-    """The row kernels at ``num_rows`` rows of bf16 activations."""
+    """Time the row kernels at ``num_rows`` rows of bf16 activations."""
     config = kernels.config
     hidden, inter = config.hidden_size, config.intermediate_size
     rng = np.random.default_rng(2)
@@ -166,7 +164,7 @@ def bench_rope(kernels: CpuKernels, num_rows: int, repeat: int) -> None:
 
 
 def bench_sampling(vocab_size: int, num_rows: int, repeat: int, num_threads: int) -> None:
-    """Sampling of ``num_rows`` rows, spread like a language model's logits."""
+    """Time sampling of ``num_rows`` rows, spread like a language model's logits."""
     rng = np.random.default_rng(4)
     sampler = Sampler(vocab_size, num_threads=num_threads)
     logits = rng.normal(size=(num_rows, vocab_size)).astype(np.float32) * 3

@@ -12,6 +12,8 @@ from trtcb.plan_format import PlanHeader
 from trtcb.plan_writer import Section, plan_size, write_plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trtcb.builder.checkpoint import Checkpoint
     from trtcb.config import BuildConfig
 
@@ -25,7 +27,7 @@ def build(
     """
     clock = StageClock(on_stage)
     clock.start("model")
-    checkpoint = open_checkpoint(config)
+    checkpoint = open_checkpoint(config, lambda text: on_stage(text, 0))
     compiler = _compiler(config.resolved_target())
     options = compile_options(config, checkpoint)
 
@@ -56,10 +58,14 @@ def build(
     )
 
 
-def open_checkpoint(config: BuildConfig) -> Checkpoint:
-    """Find the model the configuration names; reads headers only."""
+def open_checkpoint(config: BuildConfig, report: Callable[[str], None] = lambda _: None) -> Checkpoint:
+    """Find the model the configuration names; reads headers only. ``report`` is told of downloads before they start."""
     return resolve(
-        config.model, random_weights=config.random_weights, seed=config.seed, revision=config.revision
+        config.model,
+        random_weights=config.random_weights,
+        seed=config.seed,
+        revision=config.revision,
+        report=report,
     )
 
 

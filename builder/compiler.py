@@ -1,4 +1,4 @@
-"""What a target's compiler takes and gives. One implementation per target; the plan file is where it meets the runtime."""
+"""What a target's compiler takes and gives. One implementation per target; it meets its runtime in the plan file."""
 
 from __future__ import annotations
 

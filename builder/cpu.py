@@ -23,7 +23,7 @@ _ROPE_TABLES = ("rope_cos", "rope_sin")
 
 
 class CpuCompiler:
-    """Compiles for any CPU: weights stay row-major ``[N, K]`` and are packed by the runtime, which knows its processor."""
+    """Compiles for any CPU: weights stay row-major ``[N, K]``; the runtime, which knows its processor, packs them."""
 
     target = "cpu"
 
@@ -55,12 +55,16 @@ class CpuCompiler:
 
     def prepare(self, checkpoint: Checkpoint, options: CompileOptions, on_progress: Callable[[str], None]) -> None:
         """Compile the kernels of this shape into the user's cache."""
+        from trtcb.plugins.cpu.head import compile_head
         from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
+        from trtcb.plugins.cpu.sampling import Sampler
 
         config = KernelConfig.of(
             checkpoint.spec, options.kv_dtype, options.weight_dtype.value, options.limits.block_size
         )
         load_kernels(config, on_progress=on_progress)
+        compile_head(checkpoint.spec.vocab_size, checkpoint.spec.hidden_size, on_progress=on_progress)
+        Sampler(checkpoint.spec.vocab_size, on_progress=on_progress)
 
 
 class _WeightLoader:

@@ -2,8 +2,8 @@
 
 The pass walks the graph once, in order, and keeps for each ONNX value what it stands for ("the sum of the residual and
 that projection", "columns 576..768 of the fused projection, rotated"). Fusions fall out of that: projections of one
-input become one ``linear``, an ``Add`` waits for the norm that reads it, rotation and KV write become one call, and views
-cost nothing. A node or pattern it does not know is an error that names the node; nothing is guessed.
+input become one ``linear``, an ``Add`` waits for the norm that reads it, rotation and KV write become one call, and
+views cost nothing. A node or pattern it does not know is an error that names the node; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _Lowering:
     def _norm(self, node: onnx.NodeProto) -> None:
         source = self.meaning[node.input[0]]
         gain = self._weight(_plan_name(node.input[1]), (node.input[1],), "fp32")
-        eps = {"eps": float(_attribute(node, "epsilon"))}
+        eps = {"eps": float(_attribute(node, "epsilon") or 0.0)}
         width = self.spec.hidden_size
         if isinstance(source, _Sum):
             inputs = (source.residual, source.delta)

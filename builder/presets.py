@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from importlib.resources.abc import Traversable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from trtcb.builder.model_facts import ModelFacts, describe
 from trtcb.errors import ModelNotFoundError, UsageError
 from trtcb.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable  # Python 3.11
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,5 +118,5 @@ def suggestion(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {by_folded[close[0]]!r}?" if close else ""
 
 
-def _folder() -> Traversable:
+def _folder() -> "Traversable":
     return resources.files("trtcb.configs").joinpath("models")

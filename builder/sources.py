@@ -86,6 +86,8 @@ def _open_path(path: Path, source: str) -> Checkpoint:
 
 
 def _as_path(source: str) -> Path:
+    if not source:
+        raise ModelNotFoundError("The model is empty: give a folder, a .gguf file, a hub id (owner/name) or a preset.")
     try:
         path = Path(source).expanduser()
         path.exists()

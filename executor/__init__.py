@@ -1,1 +1,1 @@
-"""From a plan to tokens: requests, the block pool, capacity policies, the scheduler, the engine loop and its runtimes."""
+"""From a plan to tokens: requests, the block pool, capacity policies, the scheduler, the engine and its runtimes."""

@@ -9,10 +9,10 @@ from trtcb.executor.sequence import Sequence
 
 
 class ActiveList:
-    """One pass over all requests in rank order, with a simulated pool. Lives for one scheduling pass, changes nothing real.
+    """All requests in rank order, with a simulated pool. Lives for one scheduling pass and changes nothing real.
 
-    ``running`` (started: they hold a slot and blocks) and ``waiting`` (new or paused) are each sorted by rank already, so the
-    active list itself is never built. ``free_blocks`` grows as the policy simulates pauses.
+    ``running`` (started: they hold a slot and blocks) and ``waiting`` (new or paused) are each sorted by rank already,
+    so the active list itself is never built. ``free_blocks`` grows as the policy simulates pauses.
 
     Only *referenced* cached blocks reduce what a new request needs: claiming an unreferenced one consumes a free block.
     """
@@ -38,7 +38,7 @@ class ActiveList:
         self._block_size = block_size
         self._matches: dict[Sequence, list[int]] = {}
         self._reference_changes: dict[int, int] = {}
-        self._keys_in_work: set[bytes] | None = None
+        self._blocks_in_work: dict[bytes, int] | None = None  # key -> which block of its prompt
 
     def in_order(self) -> Iterator[Sequence]:
         """Iterate the active list: priority first, then arrival. A paused request keeps its place."""
@@ -51,7 +51,7 @@ class ActiveList:
         yield from self.running[start:]
 
     def match(self, seq: Sequence) -> list[int]:
-        """Cached blocks that a start of ``seq`` in this pass would claim."""
+        """Return the cached blocks that hold the beginning of ``seq``: a start in this pass would claim them."""
         blocks = self._matches.get(seq)
         if blocks is None:
             blocks = self._matches[seq] = self._prefix_cache.match(seq)
@@ -62,19 +62,20 @@ class ActiveList:
         return -(-seq.max_len // self._block_size) - self._num_referenced(seq)
 
     def blocks_this_step(self, seq: Sequence) -> int:
-        """Blocks that one step of ``seq`` takes: a start takes the whole prompt at once, even if it is computed in chunks."""
+        """Blocks that one step of ``seq`` takes: a start takes its whole prompt's, even if chunked."""
         if seq.started:
             return 0 if seq.room else 1
         return -(-seq.num_tokens // self._block_size) - self._num_referenced(seq)
 
     def admit(self, seq: Sequence) -> None:
         """Take note that ``seq`` will start: its prefix gains a holder, and its next block somebody who computes it."""
-        for block in self.match(seq):
+        cached = self.match(seq)
+        for block in cached:
             if self._is_referenced(block):
                 self._reference_changes[block] = self._reference_changes.get(block, 0) + 1
-        key = self._prefix_cache.missing_key(seq, len(self.match(seq)))
+        key = self._prefix_cache.key_of(seq, len(cached))
         if key is not None:
-            self._in_work().add(key)
+            self._in_work()[key] = len(cached)
 
     def pause(self, seq: Sequence) -> None:
         """Simulate that ``seq`` gives up its memory. A shared block only becomes free with its last holder."""
@@ -83,9 +84,9 @@ class ActiveList:
             self.free_blocks += not self._is_referenced(block)
 
     def beneficial_to_skip(self, seq: Sequence) -> bool:
-        """Whether somebody is computing the next block that ``seq``, not yet started, would compute: then it waits a step."""
-        in_work = self._in_work()
-        return bool(in_work) and self._prefix_cache.missing_key(seq, len(self.match(seq))) in in_work
+        """Whether somebody is computing the very block that ``seq``, not started yet, would begin with."""
+        # What comes before a block in work is published, so meeting its key suffices: no walk along each chain.
+        return any(self._prefix_cache.key_of(seq, index) == key for key, index in self._in_work().items())
 
     def _num_referenced(self, seq: Sequence) -> int:
         return sum(map(self._is_referenced, self.match(seq)))
@@ -93,12 +94,13 @@ class ActiveList:
     def _is_referenced(self, block: int) -> bool:
         return self._references[block] + self._reference_changes.get(block, 0) > 0
 
-    def _in_work(self) -> set[bytes]:
-        if self._keys_in_work is None:
-            keys = (
-                self._prefix_cache.missing_key(seq, seq.num_computed // self._block_size)
-                for seq in self.running
-                if not seq.generating
-            )
-            self._keys_in_work = {key for key in keys if key is not None}
-        return self._keys_in_work
+    def _in_work(self) -> dict[bytes, int]:
+        if self._blocks_in_work is None:
+            self._blocks_in_work = {}
+            for seq in self.running:
+                if not seq.generating:
+                    index = seq.num_computed // self._block_size
+                    key = self._prefix_cache.key_of(seq, index)
+                    if key is not None and len(self.match(seq)) == index:
+                        self._blocks_in_work[key] = index
+        return self._blocks_in_work

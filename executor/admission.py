@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trtcb.errors import RequestError
 from trtcb.executor.config import EngineConfig
+from trtcb.executor.detokenizer import Decoder, TextOutput
 from trtcb.executor.request import Request, SamplingParams
 from trtcb.executor.sequence import Sequence
 
@@ -20,21 +21,24 @@ class Admission:
     config: EngineConfig
     num_blocks: int
     vocab_size: int
-    has_tokenizer: bool
+    tokenizer: Decoder | None  # None: an engine of token ids alone
 
     def sequence(self, request: Request, now_s: float) -> Sequence:
-        """Make a sequence of ``request``, or raise :class:`RequestError`. A request without a seed gets a random one."""
-        _check_params(request.params, has_tokenizer=self.has_tokenizer)
+        """Make a sequence of ``request``, or raise :class:`RequestError`. Without a seed, it gets a random one."""
+        _check_params(request.params, has_tokenizer=self.tokenizer is not None)
         if not (isinstance(request.priority, (int, float)) and 0.0 <= request.priority <= 1.0):
             raise RequestError(f"priority must be a number from 0 to 1, not {request.priority}.", param="priority")
         self._check_prompt(request.prompt_token_ids)
         seed = request.params.seed
-        return Sequence(
+        seq = Sequence(
             request,
             max_tokens=self._max_tokens(len(request.prompt_token_ids), request.params.max_tokens),
             seed=secrets.randbits(64) if seed is None else seed & _SEED_MASK,
             arrival_s=request.arrival_s or now_s,
         )
+        if self.tokenizer is not None:
+            seq.text = TextOutput(self.tokenizer, request.prompt_token_ids, request.params.stop)
+        return seq
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
@@ -61,7 +65,7 @@ class Admission:
             )
 
     def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
-        """Output limit in tokens. One that was not asked for is also cut to what the pool holds; an asked one is refused."""
+        """Output limit in tokens. Beyond what the pool holds, an asked one is refused and a default one is cut."""
         size = self.config.block_size
         fit_sequence = self.config.max_seq_len - num_prompt_tokens
         fit_pool = self.num_blocks * size - num_prompt_tokens

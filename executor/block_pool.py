@@ -12,9 +12,9 @@ KEY_BYTES = 16
 class BlockPool:
     """Reference-counted blocks ``0 .. num_blocks - 1``. Every operation is O(1) per block.
 
-    A block is *used* (references > 0), *cached* (unreferenced, but published under a key: it can be claimed again until it
-    is evicted, least recently released first) or *free*. Cached blocks count as free memory: ``num_free`` is both.
-    Not thread-safe; belongs to the scheduler.
+    A block is *used* (references > 0), *cached* (unreferenced, but published under a key: it can be claimed again
+    until it is evicted, least recently released first) or *free*. Cached blocks count as free memory: ``num_free`` is
+    both. Not thread-safe; belongs to the scheduler.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -73,7 +73,7 @@ class BlockPool:
             self.references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Drop one reference of each. ``blocks`` is in order of position, so that a prefix outlives its continuations."""
+        """Drop one reference of each. ``blocks`` is in order of position: a prefix shall outlive its continuations."""
         for block in reversed(blocks):
             if self.references[block] < 1:
                 raise RuntimeError(f"block {block} was released more often than it was taken")
@@ -86,7 +86,7 @@ class BlockPool:
                     self._cached[block] = None
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let others find a used, full block whose tokens are computed. If its twin is published already, do nothing."""
+        """Let others find a used, full block whose tokens are computed; nothing happens if its twin already is."""
         if self._key_of[block] is None and key not in self._block_of:
             self._key_of[block] = key
             self._block_of[key] = block

@@ -1,6 +1,7 @@
-"""Binds a :class:`~trtcb.program.Program` to memory: one closure per call, run in order, nothing looked up in between.
+"""Binds a :class:`~trtcb.program.Program` to memory: one closure per call, run in order, nothing resolved in between.
 
-The same list serves every target that runs its calls one by one; what differs is the table of operators it is bound with.
+The same list serves every target that runs its calls one by one; what differs is the table of operators it is bound
+with.
 """
 
 from __future__ import annotations
@@ -57,6 +58,6 @@ def bind_program(program: Program, values: Values, operators: Mapping[str, BindO
     bound = []
     for call in program.calls:
         if call.op not in operators:
-            raise PlanError(f"the plan calls {call.op!r}, which this trtcb does not know; rebuild it with `trtcb build`")
+            raise PlanError(f"the plan calls {call.op!r}, which this trtcb does not know: rebuild it")
         bound.append(operators[call.op](call, program, values))
     return tuple(bound)

@@ -12,7 +12,7 @@ class ChunkPolicy(Protocol):
     """Splits ``capacity`` tokens among contexts. Only the last chunk of a context may not be a multiple of ``unit``."""
 
     def __call__(self, remaining: list[int], capacity: int, unit: int) -> list[int]:
-        """Tokens for each context, in order, given what ``remaining`` each still needs; 0 leaves it out of this step."""
+        """Return each context's tokens, given what ``remaining`` it still needs; 0 leaves it out of this step."""
 
 
 def equal_progress(remaining: list[int], capacity: int, unit: int) -> list[int]:
@@ -47,7 +47,7 @@ CHUNK_POLICIES: dict[str, ChunkPolicy] = {
 
 
 class TokenBudget:
-    """``max_num_tokens`` per step. A generating sequence costs 1, a context what it computes; cached tokens cost nothing.
+    """``max_num_tokens`` per step. A generating sequence costs 1, a context what it computes; cached tokens are free.
 
     With a chunk policy, contexts share what the generating sequences leave. Without one (None), everybody is charged in
     order and the first who is over budget ends the step's list.

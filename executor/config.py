@@ -17,9 +17,9 @@ class EngineConfig:
     """Settings of one engine; raises ``UsageError`` for a value or a combination that cannot be honoured.
 
     ``max_num_tokens`` bounds the tokens of one step, ``max_seq_len`` prompt and output of one request together.
-    ``queue_policy="fcfs"`` is upstream's order: higher ``Request.priority`` first, ties by arrival. The pool is sized by
-    ``num_blocks``, else by ``kv_memory_bytes``, else by ``kv_memory_fraction`` of what is free. ``max_queue_size`` counts
-    requests that were never started. ``default_max_tokens`` stands in for an omitted ``max_tokens``.
+    ``queue_policy="fcfs"`` is upstream's order: higher ``Request.priority`` first, ties by arrival. The pool is sized
+    by ``num_blocks``, else by ``kv_memory_bytes``, else by ``kv_memory_fraction`` of what is free. ``max_queue_size``
+    counts requests that were never started. ``default_max_tokens`` stands in for an omitted ``max_tokens``.
     """
 
     scheduler_policy: str = "guaranteed_no_evict"
@@ -63,13 +63,13 @@ class EngineConfig:
         recomputes_whole = self.scheduler_policy == "max_utilization" and not self.chunked_prefill
         if recomputes_whole and self.max_num_tokens < self.max_seq_len:
             raise UsageError(
-                "max_utilization restarts a paused request from its first token, which without chunked prefill takes one "
-                f"step of up to max_seq_len tokens: raise max_num_tokens ({self.max_num_tokens}) to {self.max_seq_len}, "
-                "or turn chunked_prefill on."
+                "max_utilization restarts a paused request from its first token, which without chunked prefill takes "
+                f"one step of up to max_seq_len tokens: raise max_num_tokens ({self.max_num_tokens}) to "
+                f"{self.max_seq_len}, or turn chunked_prefill on."
             )
 
     def within(self, limits: BuildLimits) -> "EngineConfig":
-        """These settings for a plan built with ``limits``.
+        """Fit these settings to a plan built with ``limits``.
 
         A limit left at its default gives way to the plan's. One that was set and that the plan cannot honour raises
         ``UsageError``, because an engine may be run below what it was compiled for, never above.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trtcb.executor.admission import Admission
 from trtcb.executor.batch_builder import BatchBuilder
 from trtcb.executor.config import EngineConfig
-from trtcb.executor.detokenizer import Decoder, TextOutput
+from trtcb.executor.detokenizer import Decoder
 from trtcb.executor.request import Delta, FinishReason
 from trtcb.executor.runtime import Int32, Runtime
 from trtcb.executor.scheduler import Scheduler, Step
@@ -32,9 +32,9 @@ class Outcome:
 class EngineCore:
     """Takes sequences in, runs steps on the runtime, and hands out deltas: exactly one terminal delta per sequence.
 
-    A step that fails because of one request (the exception has ``request_index``, its row in the batch, or the row drew a
-    negative token) fails that request alone, and the others repeat the step. Any other failure fails all requests of the
-    batch; if the runtime then does not say that it is ``healthy``, it is raised, and the core is dead.
+    A step that fails because of one request (the exception has ``request_index``, its row in the batch, or the row
+    drew a negative token) fails that request alone, and the others repeat the step. Any other failure fails all
+    requests of the batch; if the runtime then does not say that it is ``healthy``, it is raised, and the core is dead.
     """
 
     def __init__(
@@ -47,18 +47,20 @@ class EngineCore:
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.admission = Admission(config, runtime.num_blocks, vocab_size, has_tokenizer=tokenizer is not None)
+        self.admission = Admission(config, runtime.num_blocks, vocab_size, tokenizer)
         self.scheduler = Scheduler(config, runtime.num_blocks)
         self.recorder = StepRecorder(config.scheduler_policy, self.scheduler)
         self._runtime = runtime
         self._builder = BatchBuilder(config, runtime.num_blocks)
-        self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self._live: dict[str, Sequence] = {}
         self._deltas: list[Delta] = []
+        self._in_flight: Step | None = None
+        self._started_s = 0.0
         self._num_idle_passes = 0
         self._is_audited = True
+        self._has_warned = False
 
     @property
     def has_work(self) -> bool:
@@ -73,9 +75,9 @@ class EngineCore:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that :class:`Admission` made. Its id must not be in use."""
         self._is_audited = False
+        if seq.request.params.max_tokens is None:
+            self._warn_of_omitted_limit(seq)
         self._live[seq.request_id] = seq
-        if self._tokenizer is not None:
-            seq.text = TextOutput(self._tokenizer, seq.request.prompt_token_ids, seq.request.params.stop)
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> None:
@@ -90,38 +92,54 @@ class EngineCore:
             self._finish(seq, FinishReason.ERROR, error=error)
 
     def step(self) -> Outcome:
-        """Run one pass. Raises what killed the runtime; the deltas so far are kept for :meth:`take_outcome`."""
-        started_s = self._clock()
-        if self.has_work:
-            step = self.scheduler.schedule()
-            self.recorder.scheduled(step, self._clock() - started_s)
-            if step.num_rows:
-                self._num_idle_passes = 0
-                self._run(step, started_s)
+        """Run one pass: :meth:`launch`, then :meth:`collect`."""
+        self.launch()
+        return self.collect()
+
+    def launch(self) -> None:
+        """Schedule a step and start it on the runtime. Raises what killed the runtime."""
+        self._started_s = self._clock()
+        if not self.has_work:
+            return
+        step = self.scheduler.schedule()
+        self.recorder.scheduled(step, self._clock() - self._started_s)
+        if not step.num_rows:
+            self._watch_idle_pass()
+            return
+        self._num_idle_passes = 0
+        for seq in step.started:
+            if seq.first_scheduled_s is None:
+                seq.first_scheduled_s = self._started_s
+        batch = self._builder.build(step)
+        try:
+            self._runtime.launch(batch)
+        except Exception as error:  # whatever a device or a kernel raises
+            self._contain(step, error)
+        else:
+            self._in_flight = step
+
+    def collect(self) -> Outcome:
+        """Wait for the step in flight, if any, and hand out what the pass came to.
+
+        Raises what killed the runtime; the deltas so far are kept for :meth:`take_outcome`.
+        """
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            try:
+                tokens = self._runtime.wait()
+            except Exception as error:  # whatever a device or a kernel raises
+                self._contain(step, error)
             else:
-                self._watch_idle_pass()
+                self._take_in(step, tokens)
         self._check_books()
-        return self.take_outcome(self._clock() - started_s)
+        return self.take_outcome(self._clock() - self._started_s)
 
     def take_outcome(self, seconds: float) -> Outcome:
         """Hand out what was gathered since the last call, as the outcome of a pass that took ``seconds``."""
         deltas, self._deltas = self._deltas, []
         return Outcome(deltas, self.recorder.take(seconds))
 
-    def _run(self, step: Step, started_s: float) -> None:
-        for seq in step.started:
-            if seq.first_scheduled_s is None:
-                seq.first_scheduled_s = started_s
-        batch = self._builder.build(step)
-        try:
-            self._runtime.launch(batch)
-            tokens = self._runtime.wait()
-        except Exception as error:  # whatever a device or a kernel raises
-            self._contain(step, error)
-        else:
-            self._collect(step, tokens)
-
-    def _collect(self, step: Step, tokens: Int32) -> None:
+    def _take_in(self, step: Step, tokens: Int32) -> None:
         """Take a finished step's tokens in and finish whoever is done."""
         drawing = step.drawing()
         self._builder.advance(step, tokens)
@@ -151,7 +169,7 @@ class EngineCore:
             self._deltas.append(self._delta(seq, (token_id,), text))
 
     def _read(self, seq: Sequence, token_id: int) -> tuple[str, FinishReason | None]:
-        """Text to send and whether the token ends its request. Neither an end token's text nor a stop string is sent."""
+        """Text to send, and why the request ends, if it does. Neither an end token's text nor a stop string is sent."""
         params = seq.request.params
         is_end = token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos)
         reason = FinishReason.STOP if is_end else FinishReason.LENGTH if seq.is_at_limit else None
@@ -218,6 +236,19 @@ class EngineCore:
         if not getattr(self._runtime, "healthy", False):
             raise error
 
+    def _warn_of_omitted_limit(self, seq: Sequence) -> None:
+        """Say once what omitting ``max_tokens`` costs where a request starts only if all its output is sure to fit."""
+        config = self.admission.config
+        if self._has_warned or config.scheduler_policy == "max_utilization" or config.default_max_tokens is not None:
+            return
+        self._has_warned = True
+        _log.warning(
+            "a request without max_tokens reserves memory for %d tokens under %s, so few run at a time: "
+            "set default_max_tokens, or use max_utilization",
+            seq.max_len,
+            config.scheduler_policy,
+        )
+
     def _watch_idle_pass(self) -> None:
         """Give up on the head of the line if nothing has run for too long: a stuck queue must not wait for ever."""
         self._num_idle_passes += 1
@@ -228,8 +259,8 @@ class EngineCore:
             self._finish(
                 head,
                 FinishReason.ERROR,
-                error=f"The scheduler made no progress in {MAX_IDLE_PASSES} passes with {self.scheduler.pool.num_free} free "
-                "blocks, so the first request in line was given up: please report this.",
+                error=f"The scheduler made no progress in {MAX_IDLE_PASSES} passes with {self.scheduler.pool.num_free} "
+                "free blocks, so the first request in line was given up: please report this.",
             )
 
     def _check_books(self) -> None:

@@ -19,7 +19,7 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """Text of one growing token sequence. The pieces joined are what decoding prompt and output at once adds to the prompt.
+    """Text of one growing token sequence. The pieces add up to what decoding prompt and output at once would add.
 
     Decodes a short window with every token, so a token costs the same however long the output is. Tokens without text
     (special ones) are dropped from the window, so that they cannot push its context out.
@@ -27,12 +27,12 @@ class Detokenizer:
 
     def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int]) -> None:
         self._decoder = decoder
-        self._window = list(prompt_token_ids[-_PROMPT_TOKENS:])
-        self._num_settled = len(self._window)  # tokens of the window whose text was returned, or belongs to the prompt
-        text = decoder.decode(self._window)
-        self._settled_text = text
+        self._window = self._prompt_end(prompt_token_ids)
+        # The window's first tokens are settled: their text was returned, or belongs to the prompt.
+        self._num_settled = len(self._window)
+        self._settled_text = decoder.decode(self._window)
         # A prompt may end within a character. If the output completes it, that character is new text as a whole.
-        self._num_sent = len(text.rstrip(_REPLACEMENT))
+        self._num_sent = len(self._settled_text.rstrip(_REPLACEMENT))
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is certain now, often none."""
@@ -49,6 +49,15 @@ class Detokenizer:
         """Return what is still held back, as it stands: a half character becomes U+FFFD."""
         return self._settle(len(self._window), self._decoder.decode(self._window))
 
+    def _prompt_end(self, token_ids: Sequence[int]) -> list[int]:
+        """Last tokens of the prompt, from the beginning of a character on."""
+        window: list[int] = []
+        for num_tokens in range(_PROMPT_TOKENS, _PROMPT_TOKENS + _MAX_SPLIT + 1):
+            window = list(token_ids[-num_tokens:])
+            if not self._decoder.decode(window).startswith(_REPLACEMENT):
+                break
+        return window
+
     def _cut_garbage(self, text: str) -> str:
         """Wait for the end of a character, but not for ever: bytes that never become one are text too."""
         num_pending = len(self._window) - self._num_settled
@@ -61,23 +70,32 @@ class Detokenizer:
         return self._settle(len(self._window), text) if num_pending > 3 * _MAX_WINDOW else ""
 
     def _settle(self, num_tokens: int, text: str) -> str:
-        """Return what is new in ``text``, the text of the window's first ``num_tokens``; move the window on if it is long."""
+        """Return what is new in ``text``, that of the window's first ``num_tokens``. Moves a long window on."""
         is_continued = text.startswith(self._settled_text)
         new_text = text[len(self._settled_text) if is_continued else self._num_sent :]
         if len(self._window) > _MAX_WINDOW:
-            first = max(0, num_tokens - _CONTEXT_TOKENS)
+            first = self._context_start(num_tokens, text)
             del self._window[:first]
             num_tokens -= first
             text = self._decoder.decode(self._window[:num_tokens])
         self._num_settled, self._num_sent, self._settled_text = num_tokens, len(text), text
         return new_text
 
+    def _context_start(self, num_tokens: int, text: str) -> int:
+        """Where the window may start anew: with a whole character, as half of one can spoil what follows."""
+        start = max(0, num_tokens - _CONTEXT_TOKENS)
+        for first in range(start, max(-1, start - _MAX_SPLIT - 1), -1):
+            context = self._decoder.decode(self._window[first:num_tokens])
+            if context and not context.startswith(_REPLACEMENT) and text.endswith(context):
+                return first
+        return start
+
 
 class StopMatcher:
     """Finds stop strings in text that comes in pieces; where the pieces break makes no difference.
 
-    The match that is complete first wins, the longest if several end together. Text is only returned once it can no longer
-    become part of a match.
+    The match that is complete first wins, the longest if several end together. Text is only returned once it can no
+    longer become part of a match.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -85,7 +103,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Add text; return what is certain now, and whether a stop string was found (then it is cut off, and all behind it)."""
+        """Add text; return what is certain now, and whether a stop string was found, which ends the text before it."""
         text = self._held + text
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:

@@ -14,7 +14,7 @@ from trtcb.executor.detokenizer import Decoder
 from trtcb.executor.request import Delta, FinishReason, Request
 from trtcb.executor.runtime import Runtime
 from trtcb.executor.sequence import Sequence
-from trtcb.executor.stats import EngineSnapshot, StepStats
+from trtcb.executor.stats import EngineSnapshot, EngineState, StepStats
 
 _IDLE_PASS_PAUSE_S = 0.001  # between passes that have work but could not run any of it
 
@@ -29,9 +29,10 @@ class _Abort:
 class Engine:
     """Runs one :class:`EngineCore` in a thread of its own. All methods may be called from any thread.
 
-    ``on_deltas`` is called on the engine thread, once per pass that has some, with all of them; ``on_step`` with the pass's
-    record, after it. Both must be quick. Every accepted request gets exactly one terminal delta, whatever happens; requests
-    left when the engine dies or is closed get it with an error. The runtime belongs to the engine, and is closed by it.
+    ``on_deltas`` is called on the engine thread, once per pass that has some, with all of them; ``on_step`` with the
+    pass's record, after it. Both must be quick. Every accepted request gets exactly one terminal delta, whatever
+    happens; requests left when the engine dies or is closed get it with an error. The runtime belongs to the engine,
+    and is closed by it.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Engine:
     ) -> None:
         if runtime.block_size != config.block_size:
             raise UsageError(
-                f"block_size {config.block_size} is not the runtime's {runtime.block_size}: use that, or rebuild the plan."
+                f"block_size {config.block_size} is not the runtime's {runtime.block_size}: use that, or rebuild."
             )
         self.config = config
         self._runtime = runtime
@@ -83,8 +84,10 @@ class Engine:
         self._core.admission.sequence(request, self._clock())
 
     def submit(self, request: Request) -> None:
-        """Accept a request, or raise at once: :class:`RequestError` if it can never be served, :class:`QueueFullError`,
-        :class:`DrainingError` or :class:`EngineDeadError` if it cannot be served now.
+        """Accept a request, or raise at once.
+
+        :class:`RequestError` means that it can never be served; :class:`QueueFullError`, :class:`DrainingError` and
+        :class:`EngineDeadError` that it cannot be now.
         """
         seq = self._core.admission.sequence(request, self._clock())
         with self._changed:
@@ -95,7 +98,7 @@ class Engine:
                 )
             if self._num_unstarted >= self.config.max_queue_size:
                 raise QueueFullError(
-                    f"{self._num_unstarted} requests are waiting, which is the limit: retry later, or raise max_queue_size."
+                    f"{self._num_unstarted} requests are waiting, as many as may: retry later, or raise max_queue_size."
                 )
             if not self._live_ids:
                 self._last_progress_s = self._clock()
@@ -125,8 +128,8 @@ class Engine:
     def close(self, timeout_s: float | None = None) -> bool:
         """Stop after the present step, end what is left with errors, close the runtime and join the thread. Idempotent.
 
-        Returns whether that is done; False after ``timeout_s``, when a step has not come back yet. The thread is a daemon,
-        so one that never does holds nobody up.
+        Returns whether that is done; False after ``timeout_s``, when a step has not come back yet. The thread is a
+        daemon, so one that never does holds nobody up.
         """
         with self._changed:
             self._is_closing = True
@@ -153,7 +156,9 @@ class Engine:
         reason = "The engine was closed."
         try:
             while self._take_messages():
-                self._publish(self._core.step())
+                self._core.launch()
+                self._look(self._snapshot.last_step_s)
+                self._publish(self._core.collect())
         except BaseException as error:  # nothing may end this thread without telling those who wait for it
             _log.critical("the engine stopped", exc_info=error)
             reason = f"The engine stopped: {error or type(error).__name__}"
@@ -162,7 +167,7 @@ class Engine:
         self._end(reason)
 
     def _take_messages(self) -> bool:
-        """Sleep while there is nothing to do, then pass messages on to the core. False once the engine is to be closed."""
+        """Sleep while there is nothing to do, then pass messages on to the core. False once the engine shall close."""
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._is_closing or self._core.has_work)
             if self._is_closing:
@@ -177,17 +182,25 @@ class Engine:
                 self._core.abort(message.request_id)
         return True
 
+    def _look(self, last_step_s: float) -> None:
+        """Renew what others see. Also right after a launch, as the queue has room then, however long the step takes."""
+        with self._changed:
+            self._num_unstarted = self._core.num_unstarted + self._num_in_inbox
+            self._snapshot = self._picture(last_step_s)
+
     def _publish(self, outcome: Outcome) -> None:
-        if outcome.deltas:
-            self._on_deltas(outcome.deltas)
+        try:
+            if outcome.deltas:
+                self._on_deltas(outcome.deltas)
+        finally:  # whatever came of it, nobody is told the end twice
+            with self._changed:
+                self._live_ids.difference_update(_ended(outcome.deltas))
         if outcome.stats is not None and self._on_step is not None:
             self._on_step(outcome.stats)
+        self._look(self._snapshot.last_step_s if outcome.stats is None else outcome.stats.step_s)
         with self._changed:
-            self._live_ids.difference_update(_ended(outcome.deltas))
-            self._num_unstarted = self._core.num_unstarted + self._num_in_inbox
             if outcome.stats is not None:
                 self._last_progress_s = self._clock()
-                self._snapshot = self._picture(outcome.stats.step_s)
             elif self._core.has_work:
                 self._changed.wait(_IDLE_PASS_PAUSE_S)
             if not self._live_ids:
@@ -217,7 +230,10 @@ class Engine:
             self._num_unstarted = self._num_in_inbox = 0
             self._snapshot = self._picture(last_step_s=0.0)
             self._changed.notify_all()
-        self._runtime.close()
+        try:
+            self._runtime.close()
+        except Exception:
+            _log.exception("the runtime could not be closed")
 
     def _fail_core(self, reason: str) -> Outcome:
         """Free what the core still holds. After a fault of its own that may not be possible, and must not matter."""
@@ -235,7 +251,7 @@ class Engine:
         if self._is_draining:
             raise DrainingError("The engine is shutting down and takes no new requests: ask another one.")
 
-    def _state(self) -> str:
+    def _state(self) -> EngineState:
         if self._error is not None:
             return "dead"
         if self._is_closing:

@@ -1,7 +1,8 @@
 """Prepacked linear layers on the CPU: torch's oneDNN GEMMs.
 
-Unpacked bf16 weights stream at a third of the memory bandwidth in single-row products, hence the packing. The two operators
-are the ones ``torch.compile`` itself uses; they are semi-private, so torch is pinned and they are probed once.
+Unpacked bf16 weights stream at a third of the memory bandwidth in single-row products, hence the packing. The two
+operators are the ones ``torch.compile`` itself uses; they are semi-private, so torch is pinned and they are probed
+once.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def padded_rows(num_rows: int) -> int:
     """Rows a GEMM really runs for ``num_rows`` wanted ones.
 
     oneDNN compiles a kernel for each new row count (0.5 ms each), so the counts are rounded up to a few dozen. One row
-    becomes two: oneDNN sums a single fp32 row in another order than all others (measured; two and more agree bitwise, in
-    bf16 every count does), and a row's result must not depend on how many others there are.
+    becomes two: oneDNN sums a single fp32 row in another order than all others (measured; two and more agree to the
+    bit, in bf16 every count does), and a row's result must not depend on how many others there are.
     """
     if num_rows <= 8:
         return max(2, num_rows)
@@ -34,7 +35,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 def as_tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
-    """View ``array`` as a tensor without a copy; bfloat16 arrays become bfloat16 tensors. The array may be read-only."""
+    """View ``array`` as a tensor without a copy, bfloat16 as bfloat16. The array may be read-only."""
     import torch
 
     with warnings.catch_warnings():
@@ -45,7 +46,7 @@ def as_tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
 
 
 def pack_linear(weight: torch.Tensor) -> Linear:
-    """Reorder ``weight [N, K]`` for this processor and return its product. The caller may drop ``weight`` afterwards."""
+    """Reorder ``weight [N, K]`` for this processor and return its product; ``weight`` may be dropped afterwards."""
     import torch
 
     if not _has_packed_ops():
@@ -53,7 +54,7 @@ def pack_linear(weight: torch.Tensor) -> Linear:
         return lambda x: torch.ops.aten.linear.default(x, kept)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: multiply(x, packed, None, "none", [], "")  # type: ignore[no-any-return]
+    return lambda x: multiply(x, packed, None, "none", [], "")  # type: ignore[no-any-return, unused-ignore]
 
 
 def _has_packed_ops() -> bool:
@@ -62,7 +63,7 @@ def _has_packed_ops() -> bool:
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return True
     warnings.warn(
-        "this torch has no prepacked oneDNN linears; products will run up to three times slower (pip install torch==2.13.0)",
+        "this torch has no prepacked oneDNN linears, products may take three times as long: pip install torch==2.13.0",
         stacklevel=2,
     )
     return False

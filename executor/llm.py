@@ -6,14 +6,13 @@ import queue
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from trtcb.errors import DrainTimeoutError, QueueFullError, RequestError, UsageError
 from trtcb.executor.config import EngineConfig
-from trtcb.executor.engine import Engine
 from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams
 from trtcb.executor.runtime import Runtime
 from trtcb.executor.served_model import ServedModel, TextTokenizer
@@ -41,7 +40,7 @@ class _Stream:
         if len(self.deltas) >= MAX_STREAM_BACKLOG and not self.is_ended:
             self.is_cut = True
             error = f"The reader fell {MAX_STREAM_BACKLOG} tokens behind, so the request was aborted: read faster."
-            delta = Delta(delta.request_id, finish_reason=FinishReason.ERROR, error=error)
+            delta = replace(delta, token_ids=(), text="", finish_reason=FinishReason.ERROR, error=error)
         self.deltas.append(delta)
         self._changed.set()
 
@@ -80,14 +79,15 @@ class AsyncLLM:
         path: "str | PathLike[str]",
         config: EngineConfig,
         *,
+        verify: Literal["full", "header"] = "full",
         on_step: Callable[[StepStats], None] | None = None,
     ) -> "AsyncLLM":
-        """Open a plan. Limits of ``config`` left at their defaults give way to the plan's: see ``EngineConfig.within``."""
-        served = ServedModel.from_plan(path, config)
+        """Open a plan. Limits of ``config`` left at their defaults give way to the plan's (``EngineConfig.within``)."""
+        served = ServedModel.from_plan(path, config, verify=verify)
         return cls(served.runtime, served.config, tokenizer=served.tokenizer, model=served.model, on_step=on_step)
 
     def observe_steps(self, observer: Callable[[StepStats], None]) -> None:
-        """Have ``observer`` called with every step's record, on the engine thread: it must be quick and must not raise."""
+        """Have ``observer`` called with every step's record, on the engine thread; it must be quick and not raise."""
         self._observers = [*self._observers, observer]
 
     async def start(self) -> None:
@@ -98,8 +98,8 @@ class AsyncLLM:
     async def stream(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Submit ``request`` and yield its deltas up to the terminal one. Closing the generator aborts the request.
 
-        What :meth:`Engine.submit` raises comes from the first ``anext``, before it waits for anything. A reader that lags
-        ``MAX_STREAM_BACKLOG`` deltas behind gets an error delta as its last.
+        What :meth:`Engine.submit` raises comes from the first ``anext``, before it waits for anything. A reader that
+        lags ``MAX_STREAM_BACKLOG`` deltas behind gets an error delta as its last.
         """
         request_id = request.request_id
         if request_id in self._streams:
@@ -120,7 +120,7 @@ class AsyncLLM:
                 self.engine.abort(request_id)
 
     async def drain(self, timeout_s: float | None = None) -> None:
-        """Refuse new requests and wait for the others; raises ``DrainTimeoutError`` if they take longer than ``timeout_s``."""
+        """Refuse new requests and wait for the others; ``DrainTimeoutError`` if they take longer than ``timeout_s``."""
         self.engine.drain()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while self.engine.snapshot().has_work:
@@ -173,10 +173,11 @@ class Completion:
 
 
 class LLM:
-    """A plan as a function: ``LLM("engines/x.plan", max_batch_size=8).generate(["Hello"], SamplingParams(max_tokens=16))``.
+    """A plan as a function: ``LLM("engines/x.plan").generate(["Hello"], SamplingParams(max_tokens=16))``.
 
-    ``settings`` are fields of :class:`EngineConfig`. Instead of a plan, a ``runtime`` with its ``model`` and, for text, its
-    ``tokenizer`` may be given. Close it, or use it in a ``with`` statement. :meth:`generate` may be called by several threads.
+    ``settings`` are fields of :class:`EngineConfig`. Instead of a plan, a ``runtime`` with its ``model`` and, for
+    text, its ``tokenizer`` may be given. ``on_step`` gets the record of every step, on the engine's thread. Close it,
+    or use it in a ``with`` statement. :meth:`generate` may be called by several threads.
     """
 
     def __init__(
@@ -186,6 +187,7 @@ class LLM:
         runtime: Runtime | None = None,
         tokenizer: TextTokenizer | None = None,
         model: ModelSpec | None = None,
+        on_step: Callable[[StepStats], None] | None = None,
         **settings: Any,
     ) -> None:
         config = EngineConfig(**settings)
@@ -199,7 +201,7 @@ class LLM:
         self.tokenizer = served.tokenizer
         self._answers: dict[str, queue.SimpleQueue[Delta]] = {}
         self._numbers = itertools.count()
-        self._engine = served.engine(self._on_deltas)
+        self._engine = served.engine(self._on_deltas, on_step)
         self._engine.start()
 
     def __enter__(self) -> "LLM":
@@ -219,10 +221,10 @@ class LLM:
         prompts: "Sequence[str | Sequence[int]]",
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Answer every prompt, batched in flight, in the order given. One ``params`` serves all, or there is one for each.
+        """Answer every prompt, in the order given. One ``params`` serves all, or there is one for each.
 
-        Raises :class:`RequestError` before anything runs if a prompt can never be served, and ``EngineDeadError`` if the
-        engine stops. A request that fails alone is a completion with an ``error``.
+        Raises :class:`RequestError` before anything runs if a prompt can never be served, and ``EngineDeadError`` if
+        the engine stops. A request that fails alone is a completion with an ``error``.
         """
         requests = self._requests(prompts, params or SamplingParams())
         answers: queue.SimpleQueue[Delta] = queue.SimpleQueue()

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def open_runtime(plan: Plan, config: EngineConfig) -> Runtime:
-    """Make the runtime of ``plan.header.target``. ``config`` must be within the plan's limits (``EngineConfig.within``).
+    """Make the runtime of ``plan.header.target``. ``config`` is within the plan's limits (``EngineConfig.within``).
 
-    The runtime takes the plan over and closes it in the end. Raises :class:`TargetUnavailableError` for a target this installation
-    cannot run, and :class:`OutOfMemoryError` if not one sequence would fit.
+    The runtime takes the plan over and closes it in the end. Raises :class:`TargetUnavailableError` for a target this
+    installation cannot run, and :class:`OutOfMemoryError` if not one block fits.
     """
     if plan.header.target != "cpu":
         raise TargetUnavailableError(

@@ -27,9 +27,9 @@ class CapacityPolicy(Protocol):
 class GuaranteedNoEvict:
     """Start a request only if its whole output is sure to fit beside those that run. Nobody is ever paused.
 
-    The head of the line blocks: no later, smaller request jumps ahead of one that does not fit. Started requests come first
-    whatever their priority, because their memory was promised (upstream considers a half-computed prompt by rank, and can
-    deadlock between it and a newcomer of higher priority; without priorities the two are the same).
+    The head of the line blocks: no later, smaller request jumps ahead of one that does not fit. Started requests come
+    first whatever their priority, because their memory was promised (upstream considers a half-computed prompt by
+    rank, and can deadlock between it and a newcomer of higher priority; without priorities the two are the same).
     """
 
     def select(self, active: ActiveList) -> Choice:
@@ -41,13 +41,13 @@ class StaticBatch:
     """Form a batch, let it generate until its last request ends, form the next: the baseline of every comparison."""
 
     def select(self, active: ActiveList) -> Choice:
-        """Continue what generates; only if nothing does, compute prompts, as :class:`GuaranteedNoEvict` without skipping."""
+        """Continue what generates. Only if nothing does, compute prompts: as NO_EVICT does, but without skipping."""
         generating = [seq for seq in active.running if seq.generating]
         return Choice(generating or _continued(active) + _startable(active, skipping=False), [])
 
 
 class MaxUtilization:
-    """Start whatever fits right now; when memory or the batch is full, pause the lowest-ranked request that has started.
+    """Start whatever fits right now; when memory or the batch is full, pause the lowest-ranked started request.
 
     A paused request keeps its place and its tokens, and recomputes what it cannot find in the prefix cache.
     """
@@ -94,7 +94,7 @@ def _continued(active: ActiveList) -> list[Sequence]:
 
 
 def _startable(active: ActiveList, *, skipping: bool) -> list[Sequence]:
-    """Requests to start, in order, each with all the blocks it can ever need."""
+    """Choose requests to start, in order, each with all the blocks it can ever need."""
     starting: list[Sequence] = []
     free_blocks = active.free_blocks - active.reserved_blocks
     num_places = active.max_requests - len(active.running)

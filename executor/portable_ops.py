@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trtcb.errors import PlanError
@@ -50,7 +50,7 @@ class PortableOps:
             self._tables[name] = as_tensor(self._plan.tensor(name))
         tensor = self._tables[name]
         if tensor.shape[-1] != width:
-            raise PlanError(f"tensor {name!r} of the plan is {tensor.shape[-1]} wide where {width} is needed; rebuild it")
+            raise PlanError(f"tensor {name!r} of the plan is {tensor.shape[-1]} wide, not {width}: rebuild the plan")
         return tensor
 
     def _embedding(self, call: Call, program: Program, values: Values) -> Op:
@@ -84,17 +84,34 @@ class PortableOps:
     def _linear(self, call: Call, program: Program, values: Values) -> Op:
         source, out = program.value(call.inputs[0]), program.value(call.outputs[0])
         name = call.weights[0]
+        if out.dtype != source.dtype:
+            return self._head(name, values[source.name], values[out.name])
         multiply = pack_linear(as_tensor(self._plan.tensor(name)))
-        if name not in self._tables:
-            self._plan.release(name)  # the packed copy is the one that is used
+        self._drop(name)
         x, rows = values[source.name], source.rows
-        if out.dtype == source.dtype:
-            def run(step: Step) -> None:
-                values[out.name] = multiply(x[: padded_rows(step.num_rows(rows))])
-        else:
-            def run(step: Step) -> None:
-                values[out.name] = multiply(x[: padded_rows(step.num_rows(rows))]).float()
+
+        def run(step: Step) -> None:
+            values[out.name] = multiply(x[: padded_rows(step.num_rows(rows))])
+
         return run
+
+    def _head(self, name: str, hidden: torch.Tensor, logits: torch.Tensor) -> Op:
+        """The product whose result must not be rounded to the type of its weights."""
+        from trtcb.plugins.cpu.head import Head
+
+        head, address = Head(self._plan.tensor(name)), logits.data_ptr()
+        self._drop(name)
+
+        def run(step: Step) -> None:
+            rows = hidden[: step.num_logits].float()
+            head.logits(rows.data_ptr(), address, step.num_logits)
+
+        return run
+
+    def _drop(self, name: str) -> None:
+        """Forget the pages of a weight that was packed, unless an embedding looks its rows up in them."""
+        if name not in self._tables:
+            self._plan.release(name)
 
     def _rope_kv_write(self, call: Call, program: Program, values: Values) -> Op:
         [qkv], query = call.inputs, values[call.outputs[0]].data_ptr()

@@ -12,13 +12,13 @@ class PrefixCache:
         self._block_size = block_size
         self.enabled = enabled
 
-    def hash_prompt(self, seq: Sequence) -> None:
-        """Compute the chain of the prompt's full blocks ahead, so that no scheduling pass pays for it."""
+    def hash_tokens(self, seq: Sequence) -> None:
+        """Compute the chain of the full blocks ahead, so that no scheduling pass pays for it."""
         if self.enabled:
             self._extend_chain(seq, self._num_reusable(seq))
 
     def match(self, seq: Sequence) -> list[int]:
-        """Cached blocks that hold the beginning of ``seq``. Its last token is never among them: its logits are wanted."""
+        """Find cached blocks that hold the beginning of ``seq``, but not its last token: its logits are wanted."""
         blocks: list[int] = []
         if not self.enabled:
             return blocks
@@ -31,11 +31,11 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def missing_key(self, seq: Sequence, num_matched: int) -> bytes | None:
-        """Key of the first full block of the prompt that nobody has published; None if there is none left to compute."""
-        if not self.enabled or num_matched >= self._num_reusable(seq):
+    def key_of(self, seq: Sequence, index: int) -> bytes | None:
+        """Key of one full block of the prompt; None if the prompt has no such block that others could reuse."""
+        if not self.enabled or index >= self._num_reusable(seq):
             return None
-        return seq.keys[num_matched]
+        return seq.keys[index]
 
     def publish(self, seq: Sequence) -> None:
         """Publish the blocks of ``seq`` that have become full and computed since the last call."""

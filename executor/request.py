@@ -8,8 +8,9 @@ from enum import Enum
 class SamplingParams:
     """How tokens are chosen and when to stop. Defaults follow the OpenAI API, with ``temperature=0`` meaning greedy.
 
-    ``max_tokens=None`` means "up to ``max_seq_len``". ``top_k=0`` and ``top_p=1`` and ``min_p=0`` are off. A ``seed`` makes the
-    tokens a function of (request, seed) alone: random numbers are keyed by (seed, position), never by the batch.
+    ``max_tokens=None`` means "up to ``max_seq_len``". ``top_k=0`` and ``top_p=1`` and ``min_p=0`` are off. A ``seed``
+    makes the tokens a function of (request, seed) alone: random numbers are keyed by (seed, position), never by the
+    batch.
     """
 
     max_tokens: int | None = None
@@ -36,7 +37,7 @@ class Request:
 
 
 class FinishReason(str, Enum):
-    """Why a sequence ended. ``stop``: an end token or stop string. ``length``: a token limit. ``abort``: the client left."""
+    """Why a sequence ended. ``stop``: an end token or stop string; ``length``: a limit; ``abort``: the client left."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -14,8 +14,9 @@ Float32 = npt.NDArray[np.float32]
 class SamplingRows:
     """Sampling settings of the rows that want a token, one entry per row ``[NL]``.
 
-    ``seed`` and ``position`` (index of the token to be drawn, counted over prompt and output) key the random numbers, so a row's
-    token does not depend on its neighbours, on pauses or on the step it runs in. ``temperature == 0`` is greedy.
+    ``seed`` and ``position`` (index of the token to be drawn, counted over prompt and output) key the random numbers,
+    so a row's token does not depend on its neighbours, on pauses or on the step it runs in. ``temperature == 0`` is
+    greedy.
     """
 
     temperature: Float32
@@ -28,20 +29,20 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: ``T`` tokens of ``B`` sequences, packed without padding. The arrays belong to the caller and stay valid, and
-    unchanged, until ``Runtime.wait`` for this step returns.
+    """One step: ``T`` tokens of ``B`` sequences, packed without padding.
 
-    A sequence contributes the rows ``cu_q[b]:cu_q[b+1]``; its tokens are consecutive positions. ``block_tables`` rows are padded
-    with 0. ``logit_index`` lists the rows (of ``T``) whose next token is wanted, in order of sequence.
+    The arrays belong to the caller and stay valid, and unchanged, until ``Runtime.wait`` for this step returns. A
+    sequence contributes the rows ``cu_q[b]:cu_q[b+1]``; its tokens are consecutive positions. ``block_tables`` rows are
+    padded with 0. ``logit_index`` lists the rows (of ``T``) whose next token is wanted, in order of sequence.
     """
 
-    input_ids: Int32          # [T]
-    positions: Int32          # [T]
-    slot_mapping: Int32       # [T] block * block_size + offset
-    cu_q: Int32               # [B + 1]
-    block_tables: Int32       # [B, MB]
-    logit_index: Int32        # [NL]
-    sampling: SamplingRows    # [NL]
+    input_ids: Int32  # [T]
+    positions: Int32  # [T]
+    slot_mapping: Int32  # [T] block * block_size + offset
+    cu_q: Int32  # [B + 1]
+    block_tables: Int32  # [B, MB]
+    logit_index: Int32  # [NL]
+    sampling: SamplingRows  # [NL]
 
 
 class Runtime(Protocol):

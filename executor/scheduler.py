@@ -15,10 +15,10 @@ from trtcb.executor.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step's rows: a token for each of ``decodes``, then the ``chunks`` of contexts. Everything derived from it is only
-    valid until :meth:`Scheduler.apply`.
+    """One step's rows: a token for each of ``decodes``, then the ``chunks`` of contexts.
 
     ``started`` took a slot for this step, ``grown`` took blocks for it (a superset), ``paused`` gave theirs up.
+    All that is derived from the rows is valid until :meth:`Scheduler.apply` only.
     """
 
     decodes: list[Sequence]
@@ -61,8 +61,9 @@ class Step:
 class Scheduler:
     """Owns the block pool, the slots and the two ranked lists. Single-threaded.
 
-    ``running`` holds what has a slot and blocks, ``waiting`` what has neither (new or paused), each sorted by rank. Whatever
-    depends on many sequences is kept up to date where it changes, so that a pass costs nothing per waiting request.
+    ``running`` holds what has a slot and blocks, ``waiting`` what has neither (new or paused), each sorted by rank.
+    Whatever depends on many sequences is kept up to date where it changes, so that a pass costs nothing per waiting
+    request.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
@@ -94,7 +95,7 @@ class Scheduler:
         """Queue a new sequence behind all of its priority. That it can ever fit was checked at submission."""
         seq.rank = (-seq.request.priority, self._num_arrivals)
         self._num_arrivals += 1
-        self.prefix_cache.hash_prompt(seq)
+        self.prefix_cache.hash_tokens(seq)
         insort(self.waiting, seq)
 
     def schedule(self) -> Step:
@@ -116,8 +117,8 @@ class Scheduler:
     def apply(self, step: Step, tokens: list[int]) -> None:
         """Account for a step that ran. ``tokens`` are those of ``step.drawing()``.
 
-        A negative token means that the row had no valid logits: it is not appended and nothing of its step is published.
-        The caller must :meth:`fail` that sequence.
+        A negative token means that the row had no valid logits: it is not appended and nothing of its step is
+        published. The caller must :meth:`fail` that sequence.
         """
         for seq, token in zip(step.decodes, tokens, strict=False):
             seq.num_computed += 1
@@ -138,11 +139,12 @@ class Scheduler:
                 seq.token_ids.append(token)
 
     def pause(self, seq: Sequence) -> None:
-        """Take a running sequence's memory; it keeps its tokens and its place in the order, and starts over from those."""
+        """Take a running sequence's memory; it keeps its tokens, to start over from, and its place in the order."""
         seq.max_computed = max(seq.max_computed, seq.num_computed)
         self._stop(seq)
         seq.num_pauses += 1
         self.num_paused += 1
+        self.prefix_cache.hash_tokens(seq)
         insort(self.waiting, seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -195,7 +197,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed
 
     def _grow(self, seq: Sequence) -> None:
-        """Take the blocks that all present tokens need: a whole prompt at its start, one block at a time from then on."""
+        """Take the blocks that all present tokens need: a whole prompt at its start, later one at a time."""
         count = -(-seq.num_tokens // self._block_size) - len(seq.blocks)
         seq.blocks += self.pool.take(count)
         seq.room += count * self._block_size

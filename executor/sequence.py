@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class Sequence:
     """Mutable state of one request. The scheduler owns the memory fields, the engine core the rest.
 
-    There are no phases: a sequence has ``num_computed < num_tokens`` and each step computes some of the difference, whether
-    it is a first prompt, the rest of one, what a prefix hit left over, or a restart after a pause.
+    There are no phases: a sequence has ``num_computed < num_tokens`` and each step computes some of the difference,
+    whether it is a first prompt, the rest of one, what a prefix hit left over, or a restart after a pause.
     """
 
     __slots__ = (

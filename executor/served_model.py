@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.engine import Engine
@@ -37,14 +37,19 @@ class ServedModel:
     model: ModelSpec
 
     @staticmethod
-    def from_plan(path: "str | PathLike[str]", config: EngineConfig) -> "ServedModel":
-        """Open a plan on its target, within the limits it was built for. Raises what opening and checking it raises."""
+    def from_plan(
+        path: "str | PathLike[str]", config: EngineConfig, *, verify: Literal["full", "header"] = "full"
+    ) -> "ServedModel":
+        """Open a plan on its target, within the limits it was built for; ``verify`` is :meth:`Plan.open`'s.
+
+        Raises what opening and checking it raises.
+        """
         # Here, because the target's libraries take seconds to import and an injected runtime needs none of them.
         from trtcb.executor.open_runtime import open_runtime
         from trtcb.plan import Plan
         from trtcb.tokenizer import Tokenizer, TokenizerAssets
 
-        plan = Plan.open(path)
+        plan = Plan.open(path, verify=verify)
         try:
             config = config.within(plan.header.limits)
             assets = TokenizerAssets.from_sections(plan.section("tokenizer"), plan.section("tokenizer_config"))
@@ -56,7 +61,7 @@ class ServedModel:
     def engine(
         self, on_deltas: Callable[[list[Delta]], None], on_step: Callable[[StepStats], None] | None = None
     ) -> Engine:
-        """Make an engine, not started yet, that owns the runtime. All ids that model and tokenizer know as an end, end."""
+        """Make an engine that owns the runtime, not started yet. All end tokens of model and tokenizer count."""
         eos_token_ids = set(self.model.eos_token_ids)
         if self.tokenizer is not None:
             eos_token_ids.update(self.tokenizer.eos_token_ids)

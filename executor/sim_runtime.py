@@ -1,7 +1,7 @@
 """A runtime without a model: its next token is a hash of the tokens it finds through the block table.
 
-Whatever is wrong with scheduling, blocks, slots or sampling settings changes its output or makes it raise, and what it should
-have said is a plain function of the request.
+Whatever is wrong with scheduling, blocks, slots or sampling settings changes its output or makes it raise, and what it
+should have said is a plain function of the request.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ class SimRuntime:
 
 
 def expected_tokens(prompt: Sequence[int], params: SamplingParams, count: int, *, vocab_size: int = 256) -> list[int]:
-    """Return what :class:`SimRuntime` draws for a request that runs alone, by no more than its definition. Ends are ignored."""
+    """Return what :class:`SimRuntime` draws for a request, by no more than its definition. Ends are ignored."""
     settings = (
         float(np.float32(params.temperature)),
         params.top_k,

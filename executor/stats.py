@@ -1,16 +1,19 @@
 """What the engine reports of itself: one record per step, one per finished request, and a snapshot at any time."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from trtcb.executor.request import FinishReason
+
+EngineState = Literal["new", "running", "draining", "dead", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
     """Timings of a request that ended, in seconds; None for a phase it never reached.
 
-    ``queue_s``: arrival to first step. ``ttft_s``: arrival to first token. ``tpot_s``: mean time per token after the first.
-    ``e2e_s``: arrival to end.
+    ``queue_s``: arrival to first step. ``ttft_s``: arrival to first token. ``tpot_s``: mean time per token after the
+    first. ``e2e_s``: arrival to end.
     """
 
     request_id: str
@@ -29,9 +32,10 @@ class FinishedRequest:
 class StepStats:
     """One step. ``num_*`` and ``*_blocks`` are the state after it; the token counts are what it added.
 
-    ``reserved_blocks`` are those that the running requests may still take until their limits. ``prompt_tokens`` were computed
-    for the first time, ``recomputed_tokens`` again after a pause. ``prefix_*_tokens`` count prompts at their first start.
-    ``itl_s`` has one entry per token that was not its request's first. A pass that ran nothing has ``num_rows == 0``.
+    ``reserved_blocks`` are those that the running requests may still take until their limits. ``prompt_tokens`` were
+    computed for the first time, ``recomputed_tokens`` again after a pause. ``prefix_*_tokens`` count prompts at their
+    first start. ``itl_s`` has one entry per token that was not its request's first. A pass that ran nothing has
+    ``num_rows == 0``.
     """
 
     policy: str
@@ -60,14 +64,15 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The engine at one moment. ``state``: ``new``, ``running``, ``draining``, ``dead`` or ``closed``; ``error`` says what it died of.
+    """The engine at one moment. ``error`` says what it died of.
 
     ``num_waiting`` are requests never started, those still in the inbox included; ``num_paused`` wait for a restart.
-    ``free_blocks + cached_blocks + used_blocks == num_blocks``. ``last_progress_s`` is on the engine's clock: when work last
-    moved (or last arrived at an idle engine), so that ``has_work`` with an old ``last_progress_s`` is a stuck engine.
+    ``free_blocks + cached_blocks + used_blocks == num_blocks``. ``last_progress_s`` is on the engine's clock: when
+    work last moved (or last arrived at an idle engine), so that ``has_work`` with an old ``last_progress_s`` is a
+    stuck engine.
     """
 
-    state: str
+    state: EngineState
     error: str | None
     policy: str
     num_running: int

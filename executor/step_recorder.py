@@ -7,8 +7,9 @@ from trtcb.executor.stats import FinishedRequest, StepStats
 
 
 class StepRecorder:
-    """Counts for one engine core. :meth:`take` ends a pass and starts the next with zeros; ``num_steps`` and
-    ``num_audit_failures`` are totals.
+    """Counts for one engine core. :meth:`take` ends a pass and starts the next with zeros.
+
+    ``num_steps`` and ``num_audit_failures`` are totals.
     """
 
     def __init__(self, policy: str, scheduler: Scheduler) -> None:

@@ -125,7 +125,9 @@ class Generation:
         pending: list[asyncio.Future[Any]] = [*self._heads, *self._pumps]
         for task in pending:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for stream in self._streams:
-            await stream.aclose()
-        self._context.lifecycle.request_ids.difference_update(request.request_id for request in self._requests)
+        try:
+            await asyncio.gather(*pending, return_exceptions=True)
+            for stream in self._streams:
+                await stream.aclose()
+        finally:
+            self._context.lifecycle.request_ids.difference_update(request.request_id for request in self._requests)

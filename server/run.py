@@ -29,8 +29,10 @@ _log = logging.getLogger(__name__)
 EXIT_OK, EXIT_INTERRUPTED = 0, 130
 
 _WARM_UP_PROMPT_TOKENS = 8
-_CUT_GRACE_S = 1.0  # for the error events of requests that shutdown ends
-_CLOSE_GRACE_S = 0.5
+# Together these stay below the two seconds that a second signal may take, even if the engine is stuck.
+_CUT_GRACE_S = 0.5  # for the error events of requests that shutdown ends
+_CONNECTION_GRACE_S = 0.25  # for a handler to end, and again for it to be cancelled
+_ENGINE_GRACE_S = 0.5
 _FAULT_POLL_S = 1.0
 
 
@@ -100,7 +102,7 @@ class HttpServer:
         Raises :class:`EngineDeadError` when the engine died, after the connections are closed.
         """
         # Disconnects must cancel handlers: an idle stream would never notice otherwise.
-        runner = web.AppRunner(self._app, handler_cancellation=True, shutdown_timeout=_CLOSE_GRACE_S)
+        runner = web.AppRunner(self._app, handler_cancellation=True, shutdown_timeout=_CONNECTION_GRACE_S)
         await runner.setup()
         listener: asyncio.Server | None = None
         try:
@@ -122,7 +124,7 @@ class HttpServer:
                 listener.close()
             await runner.cleanup()
             try:
-                await asyncio.wait_for(self._llm.close(), _CUT_GRACE_S)
+                await asyncio.wait_for(self._llm.close(), _ENGINE_GRACE_S)
             except asyncio.TimeoutError:
                 _log.error("the engine is stuck in a step and was left behind")
 
@@ -220,7 +222,7 @@ async def _warm_up(llm: "AsyncLLM") -> None:
     token = llm.model.bos_token_id or 0
     request = Request(
         request_id=f"warmup-{uuid.uuid4().hex}",
-        prompt_token_ids=(token,) * _WARM_UP_PROMPT_TOKENS,
+        prompt_token_ids=(token,) * max(1, min(_WARM_UP_PROMPT_TOKENS, llm.engine.config.max_seq_len - 2)),
         params=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
         cache_salt="warmup",  # nobody's prompt may begin with these blocks
     )

@@ -38,6 +38,7 @@ class EventStream:
 
     async def __aenter__(self) -> "EventStream":
         await self._response.prepare(self._request)
+        self._request.writer.send_headers()  # now, not with the first token: who waits should know
         self._watch = asyncio.ensure_future(self._keep_watch())
         return self
 

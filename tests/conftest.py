@@ -7,6 +7,8 @@ import pytest
 from trtcb.builder.preset_files import pull
 from trtcb.builder.presets import load_preset
 
+pytest_plugins = ["tests.e2e.smollm2_plans"]
+
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:

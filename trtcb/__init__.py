@@ -1,6 +1,7 @@
 """trtcb: an ahead-of-time engine builder and a readable in-flight-batching executor with faithful capacity policies.
 
-``LLM(plan).generate(prompts, params)`` and ``AsyncLLM`` run a plan without HTTP; the ``trtcb`` command builds and serves.
+``LLM(plan).generate(prompts, params)`` and ``AsyncLLM`` run a plan without HTTP; the command ``trtcb`` builds and
+serves.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,20 +1,21 @@
-"""The call list of one step: what a compiler leaves of the ONNX graph, and what the ``cpu`` and ``cuda`` runtimes bind.
+"""The call list of one step: what a compiler leaves of the ONNX graph, and what call-by-call runtimes bind.
 
-A program is straight-line code over named row-major values. Each value is ``[rows, width]`` where ``rows`` is the number of
-tokens of the step (``"tokens"``) or the number of rows that want logits (``"logits"``). Operators:
+A program is straight-line code over named row-major values, which are written again layer after layer. Each is
+``[rows, width]`` where ``rows`` is the number of tokens of the step (``"tokens"``) or of rows that want logits
+(``"logits"``). Operators:
 
-====================  ==========================  =============================  ======================================
-op                    inputs                      outputs                        meaning
-====================  ==========================  =============================  ======================================
-``embedding``         --                          residual fp32                  rows of weight 0 by ``input_ids``
-``rms_norm``          residual                    hidden                         ``eps``; weight 0 is the gain
-``add_rms_norm``      residual, delta             hidden                         residual += delta in place, then the norm
-``linear``            x                           y                              ``y = x @ weight.T``, weight ``[N, K]``
-``rope_kv_write``     qkv                         query fp32                     rotate q and k, write k and v of ``layer``
-``paged_attention``   query                       context                        causal attention of ``layer`` over the pool
-``swiglu``            gate|up                     hidden                         ``silu(gate) * up``
-``gather_rows``       residual, delta             residual                       ``(residual + delta)[logit_index]``
-====================  ==========================  =============================  ======================================
+===================  ================  =============  ==============================================================
+op                   inputs            outputs        meaning
+===================  ================  =============  ==============================================================
+``embedding``        --                residual fp32  rows of the weight by ``input_ids``
+``rms_norm``         residual          hidden         normalise with ``eps``; the weight is the gain
+``add_rms_norm``     residual, delta   hidden         residual += delta in place, then the norm
+``linear``           x                 y              ``x @ weight.T``, weight ``[N, K]``
+``rope_kv_write``    qkv               query fp32     rotate q and k by tables cos and sin; write k and v of ``layer``
+``paged_attention``  query             context        causal attention of ``layer`` over the pool
+``swiglu``           gate, up in a row  hidden        ``silu(gate) * up``
+``gather_rows``      residual, delta   residual       ``(residual + delta)[logit_index]``
+===================  ================  =============  ==============================================================
 
 ``rope_kv_write`` folds ``1/sqrt(head_dim)`` into the query. The last ``linear`` writes ``logits`` in fp32.
 """

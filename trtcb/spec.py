@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 class WeightDtype(str, Enum):
-    """How weights are stored and multiplied. ``bf16`` and ``fp32`` today; narrower ones come with the CPU engine's work."""
+    """How weights are stored and multiplied."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -45,7 +45,7 @@ SCALE_BYTES = 2  # fp16
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings. ``llama3`` is the smooth scheme of the Llama 3.1 report; ``linear`` divides."""
+    """Frequency scaling of rotary embeddings: ``llama3`` is the smooth scheme of Llama 3.1, ``linear`` divides."""
 
     kind: Literal["llama3", "linear"]
     factor: float

@@ -61,23 +61,14 @@ class Tokenizer:
     """
 
     def __init__(self, assets: TokenizerAssets) -> None:
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(assets.tokenizer_json)
-        except Exception as error:  # the library raises plain Exception
-            raise PlanError(
-                f"The tokenizer.json of this model is not readable ({error}): fetch the model again."
-            ) from error
-        # Some published files carry the padding and truncation of their training run.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._tokenizer = _load(assets.tokenizer_json)
         self._assets = assets
         self._template: ChatTemplate | None = None
         self.bos_token_id: int | None = assets.generation_config.get("bos_token_id")
         self.eos_token_ids: frozenset[int] = _eos_ids(assets.generation_config)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.adds_bos: bool = self.bos_token_id is not None and self._tokenizer.encode("", add_special_tokens=True).ids[
-            :1
-        ] == [self.bos_token_id]
+        start = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
+        self.adds_bos: bool = self.bos_token_id is not None and start == [self.bos_token_id]
 
     @property
     def has_chat_template(self) -> bool:
@@ -144,3 +135,19 @@ def _eos_ids(generation_config: Mapping[str, Any]) -> frozenset[int]:
     if value is None:
         return frozenset()
     return frozenset({value} if isinstance(value, int) else value)
+
+
+def _load(tokenizer_json: bytes) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+        # Some published files carry the padding and truncation of their training run.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode("a", add_special_tokens=True)  # finds a post-processor with tokens that are not there
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception, and its panics are no Exception at all
+        raise PlanError(
+            f"The tokenizer.json of this model is not readable ({error}): fetch the model again."
+        ) from error
+    return tokenizer

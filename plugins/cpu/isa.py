@@ -5,6 +5,8 @@ import platform
 
 from numba.core.registry import cpu_target
 
+from trtcb.errors import TargetUnavailableError
+
 
 def isa_fingerprint() -> dict[str, str]:
     """CPU model and features that compiled code depends on, as short strings for a plan header or a cache key."""
@@ -13,14 +15,22 @@ def isa_fingerprint() -> dict[str, str]:
     return {"arch": platform.machine(), "cpu": name, "features": digest}
 
 
+def check_supported() -> None:
+    """Raise ``TargetUnavailableError`` on an x86 CPU without the instructions that fp16 and fused products need."""
+    features = set(_target()[2].split(","))
+    missing = [name for name in ("avx2", "fma", "f16c") if f"+{name}" not in features]
+    if platform.machine() == "x86_64" and missing:
+        raise TargetUnavailableError(
+            f"The cpu target needs an x86 CPU with AVX2, FMA and F16C; this one lacks {', '.join(missing)}."
+        )
+
+
 def accumulators() -> int:
     """How many 16-lane fp32 accumulators fit in registers beside the operands of a tile. Speed only, never bits."""
     features = set(_target()[2].split(","))
     if "+avx512f" in features:
         return 24  # of 32 registers
-    if "+avx" in features or platform.machine() == "aarch64":
-        return 6  # of 8 (16 registers of half a vector; 32 of a quarter)
-    return 2
+    return 6  # of 8: AVX2 has 16 registers of half a vector, NEON 32 of a quarter
 
 
 def _target() -> tuple[str, str, str]:

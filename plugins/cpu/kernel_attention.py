@@ -2,9 +2,9 @@
 
 One code path serves decode and ragged chunked prefill with any group of query heads per KV head. A work item is up to
 ``TOKENS_PER_ITEM`` consecutive rows of one sequence and one KV head. Its context is walked in tiles of 256 tokens at
-absolute positions: scores of a tile into scratch, one maximum and one exponential pass, then the weighted sum of values;
-the running sum is rescaled only when the maximum rose. What a row computes therefore depends on its own query and on its
-context's pool contents only, bit by bit, whatever the batch or the chunking (masked tokens add exact zeros).
+absolute positions: scores of a tile into scratch, one maximum and one exponential pass, then the weighted sum of
+values; the running sum is rescaled only when the maximum rose. What a row computes therefore depends on its own query
+and its context's pool contents only, bit by bit, whatever the batch or the chunking (masked tokens add exact zeros).
 
 Few rows read the pool's format directly; more rows first turn the tile into fp32 in scratch, which has the same bits.
 """
@@ -12,15 +12,13 @@ Few rows read the pool's format directly; more rows first turn the tile into fp3
 from collections.abc import Callable
 
 import numpy as np
+from numba import types
 
+from trtcb.plugins.cpu.kernel_plan import ITEM_FIELDS
 from trtcb.plugins.cpu.simd import (
-    EMIT_LOAD,
-    LANES,
     add,
-    define,
     div,
     exp,
-    f32x16,
     fetch_add,
     first_lanes,
     jit,
@@ -33,17 +31,21 @@ from trtcb.plugins.cpu.simd import (
     read_i32,
     read_i64,
     splat,
-    stack,
     store_bf16,
     store_f32,
     sub,
     sum_lanes,
-    types,
     write_f32,
-    write_i32,
     write_i64,
 )
 from trtcb.plugins.cpu.tile import TileSpec, define_tile, largest_divisor, value_shape
+from trtcb.plugins.cpu.vector_ir import (
+    E4M3_SCALE,
+    EMIT_LOAD,
+    LANES,
+    define,
+    f32x16,
+)
 
 # --- constants of a specialisation ---
 NUM_HEADS = 9
@@ -58,6 +60,7 @@ ACCUMULATORS = 24
 GROUP = NUM_HEADS // NUM_KV_HEADS
 QUANTIZED = KV_FORMAT in ("int8", "fp8")
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}[KV_FORMAT]
+LOAD_FORMAT, SCALE_FACTOR = ("fp8/256", np.float32(E4M3_SCALE)) if KV_FORMAT == "fp8" else (KV_FORMAT, np.float32(1))
 HEAD_VECTORS = HEAD_DIM // LANES
 TILE = 256  # tokens; part of the definition of a row's value
 UNIT = 32  # tokens a score tile covers; divides the block size
@@ -84,21 +87,17 @@ KEYS = NEXT_KEY_UNITS + UNITS * 8
 VALUES = KEYS + TILE * HEAD_DIM * 4
 SCRATCH_BYTES = (VALUES + TILE * HEAD_DIM * 4 + 4095) // 4096 * 4096
 
-ITEM_FIELDS = 3  # int32: sequence, first row, number of rows
-COST_BUCKETS = 64
-
 NO_SCORE = np.float32(-np.inf)
 ZERO = np.float32(0)
 ONE = np.float32(1)
 
-load_kv = define(f32x16, types.int64, types.int64)(EMIT_LOAD[KV_FORMAT])
+load_kv = define(f32x16, types.int64, types.int64)(EMIT_LOAD[LOAD_FORMAT])
 store_activation = {"fp32": store_f32, "bf16": store_bf16}[ACTIVATION]
-bucket_counts = stack(COST_BUCKETS * 8)
 
 
 @jit
 def softmax_row(scratch: int, row: int, scores: int, valid: int, units: int) -> None:
-    """Scores of one row in one tile to probabilities (times the value scales), in place; updates the row's running state."""
+    """Turn a row's scores of one tile into probabilities times value scales, in place; update the running state."""
     if valid <= 0:
         for i in range(units * UNIT_VECTORS):
             store_f32(scores, i * LANES, splat(ZERO))
@@ -133,8 +132,8 @@ def softmax_row(scratch: int, row: int, scores: int, valid: int, units: int) -> 
 
 
 def make_tile_pass(rows: int, *, direct: bool) -> Callable[[int, int, int, int], None]:
-    """The pass of ``rows`` rows over one tile, reading the pool (``direct``) or the fp32 copy in scratch."""
-    kv_format = KV_FORMAT if direct else "fp32"
+    """Make the pass of ``rows`` rows over one tile, reading the pool (``direct``) or the fp32 copy in scratch."""
+    kv_format = LOAD_FORMAT if direct else "fp32"
     value_rows, value_vectors = value_shape(rows, HEAD_VECTORS, ACCUMULATORS)
     if direct:  # every conversion once
         value_rows, value_vectors = rows, largest_divisor(HEAD_VECTORS, ACCUMULATORS // rows)
@@ -185,7 +184,7 @@ def make_tile_pass(rows: int, *, direct: bool) -> Callable[[int, int, int, int],
             values = read_i64(scratch + VALUE_UNITS, unit)
             next_keys = read_i64(scratch + NEXT_KEY_UNITS, unit)
             for r in range(0, rows, value_rows):
-                for column in range(0, HEAD_VECTORS // value_vectors):
+                for column in range(HEAD_VECTORS // value_vectors):
                     value_tile(
                         scores + (r * TILE + unit * UNIT) * 4,
                         values + column * column_bytes,
@@ -205,22 +204,25 @@ large_pass = make_tile_pass(LARGE_ROWS, direct=False)
 @jit
 def item_table(arguments: int, work: int) -> int:
     """Address of the block table of a work item's sequence."""
-    sequence = read_i32(read_i64(arguments, 8), work // NUM_KV_HEADS * ITEM_FIELDS)
-    return read_i64(arguments, 5) + sequence * read_i64(arguments, 6) * 4
+    sequence: int = read_i32(read_i64(arguments, 8), work // NUM_KV_HEADS * ITEM_FIELDS)
+    tables: int = read_i64(arguments, 5)
+    return tables + sequence * read_i64(arguments, 6) * 4
 
 
 @jit
 def item_end(arguments: int, work: int) -> int:
     """One more than the position of a work item's last row."""
     item = read_i64(arguments, 8) + work // NUM_KV_HEADS * ITEM_FIELDS * 4
-    return read_i32(read_i64(arguments, 7), read_i32(item, 1)) + read_i32(item, 2)
+    first_position: int = read_i32(read_i64(arguments, 7), read_i32(item, 1))
+    return first_position + read_i32(item, 2)
 
 
 @jit
 def key_address(pools: int, table: int, head: int, token: int) -> int:
     """Address of a unit's keys, the unit starting at ``token``."""
-    page = read_i32(table, token // BLOCK_SIZE) * NUM_KV_HEADS + head
-    return read_i64(pools, 0) + (page * HEAD_DIM * BLOCK_SIZE + token % BLOCK_SIZE) * ELEMENT_BYTES
+    page: int = read_i32(table, token // BLOCK_SIZE) * NUM_KV_HEADS + head
+    keys: int = read_i64(pools, 0)
+    return keys + (page * HEAD_DIM * BLOCK_SIZE + token % BLOCK_SIZE) * ELEMENT_BYTES
 
 
 @jit
@@ -245,9 +247,11 @@ def locate_tile(arguments: int, scratch: int, work: int, following: int, start: 
         write_i64(scratch + NEXT_KEY_UNITS, unit, keys)
         if QUANTIZED:
             for i in range(UNIT_VECTORS):
-                lane = unit * UNIT + i * LANES
-                store_f32(scratch + KEY_SCALES, lane, load_f16(read_i64(pools, 2), slot + i * LANES))
-                store_f32(scratch + VALUE_SCALES, lane, load_f16(read_i64(pools, 3), slot + i * LANES))
+                lane, factor = unit * UNIT + i * LANES, splat(SCALE_FACTOR)
+                key_scales = mul(load_f16(read_i64(pools, 2), slot + i * LANES), factor)
+                value_scales = mul(load_f16(read_i64(pools, 3), slot + i * LANES), factor)
+                store_f32(scratch + KEY_SCALES, lane, key_scales)
+                store_f32(scratch + VALUE_SCALES, lane, value_scales)
 
 
 @jit
@@ -321,8 +325,8 @@ def paged_attention(arguments: int, part: int, parts: int) -> None:
 
     Each is claimed one ahead, so that its keys can be prefetched.
 
-    Arguments: query, keys, values, key scales, value scales, block tables, blocks per table, positions, items, number of
-    items, context, scratch; the last word of the argument block is the claim counter.
+    Arguments: query, keys, values, key scales, value scales, block tables, blocks per table, positions, items, number
+    of items, context, scratch; the last word of the argument block is the claim counter.
     """
     scratch = read_i64(arguments, 11) + part * SCRATCH_BYTES
     num_work = read_i64(arguments, 9) * NUM_KV_HEADS
@@ -333,51 +337,4 @@ def paged_attention(arguments: int, part: int, parts: int) -> None:
         work = following
 
 
-@jit
-def cost_bucket(num_tokens: int, position: int) -> int:
-    """Half-octave class of an item's work, the most expensive first."""
-    cost = num_tokens * (position + num_tokens)
-    bucket = 0
-    while cost >= 2:
-        if cost < 4:
-            bucket += cost - 1
-            break
-        bucket += 2
-        cost >>= 1
-    return max(0, COST_BUCKETS - 1 - bucket)
-
-
-def plan_attention(arguments: int, part: int, parts: int) -> None:
-    """Cut the batch into work items, longest first, so that the last one claimed is a short one.
-
-    Arguments: cu_q, positions, number of sequences, items (room for one per token), result (int64: number of items, then
-    the sum over rows of their context lengths).
-    """
-    cu_q, positions, num_sequences = read_i64(arguments, 0), read_i64(arguments, 1), read_i64(arguments, 2)
-    items, result = read_i64(arguments, 3), read_i64(arguments, 4)
-    counts = bucket_counts()
-    for bucket in range(COST_BUCKETS):
-        write_i64(counts, bucket, 0)
-    num_items, work = 0, 0
-    for placing in range(2):
-        for sequence in range(num_sequences):
-            for first in range(read_i32(cu_q, sequence), read_i32(cu_q, sequence + 1), TOKENS_PER_ITEM):
-                num_tokens = min(TOKENS_PER_ITEM, read_i32(cu_q, sequence + 1) - first)
-                bucket = cost_bucket(num_tokens, read_i32(positions, first))
-                place = read_i64(counts, bucket)
-                write_i64(counts, bucket, place + 1)
-                if placing:
-                    write_i32(items, place * ITEM_FIELDS, sequence)
-                    write_i32(items, place * ITEM_FIELDS + 1, first)
-                    write_i32(items, place * ITEM_FIELDS + 2, num_tokens)
-                    work += num_tokens * (read_i32(positions, first) + num_tokens)
-        if not placing:  # counts to first places
-            for bucket in range(COST_BUCKETS):
-                count = read_i64(counts, bucket)
-                write_i64(counts, bucket, num_items)
-                num_items += count
-    write_i64(result, 0, num_items)
-    write_i64(result, 1, work)
-
-
-KERNELS = (plan_attention, paged_attention)
+KERNELS = (paged_attention,)

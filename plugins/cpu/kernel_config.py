@@ -38,7 +38,7 @@ class KernelConfig:
 
     @staticmethod
     def of(model: ModelSpec, kv_dtype: KVDtype, activation: str, block_size: int) -> "KernelConfig":
-        """The configuration that a model's plan needs."""
+        """Return the configuration that a model's plan needs."""
         return KernelConfig(
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,

@@ -1,20 +1,21 @@
 """Source of the one parallel function of the CPU target; ``specialize.py`` compiles it once for all models.
 
-Kernels are serial C functions ``void (arguments, part, parts)``. Only this loop is parallel, so numba's expensive parallel
-compilation happens once, and a small launch can skip the thread team altogether.
+Kernels are serial C functions ``void (arguments, part, parts)``. Only this loop is parallel, so numba's expensive
+parallel compilation happens once, and a small launch can skip the thread team altogether.
 """
 
-from numba import njit, prange
+import llvmlite.ir as ir
+from numba import njit, prange, types
 
 from trtcb.plugins.cpu.simd import (
-    I64,
     JIT_OPTIONS,
+    call_kernel,
+)
+from trtcb.plugins.cpu.vector_ir import (
+    I64,
     Builder,
     Value,
-    call_kernel,
     define,
-    ir,
-    types,
 )
 
 ARGUMENTS = 16  # int64 words of an argument block; the last is a counter, 0 at the start of each launch
@@ -49,7 +50,7 @@ def argument_block(
     return builder.ptrtoint(block, I64)
 
 
-@njit(parallel=True, **JIT_OPTIONS)  # type: ignore[untyped-decorator, unused-ignore]
+@njit(parallel=True, **JIT_OPTIONS)
 def run_parts(function: int, arguments: int, parts: int) -> None:
     """Call a kernel once per part, on as many threads as there are."""
     for part in prange(parts):

@@ -1,8 +1,8 @@
 """Source of the rotary-embedding + KV-write kernel. ``specialize.py`` rewrites the constants; not used directly.
 
-A row of fused projections is split into heads; queries and keys are rotated (products rounded before they are summed, as
-in ``plugins.reference.rope``), queries are scaled by ``1 / sqrt(head_dim)``, keys and values are encoded and stored. What is
-stored for a token depends on that token's own row alone, so a recomputed block is bit-equal to a cached one.
+A row of fused projections is split into heads; queries and keys are rotated (products rounded before they are summed,
+as in ``plugins.reference.rope``), queries are scaled by ``1 / sqrt(head_dim)``, keys and values are encoded and stored.
+What is stored for a token depends on that token's own row alone, so a recomputed block is bit-equal to a cached one.
 """
 
 import math
@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from trtcb.plugins.cpu.simd import (
-    LANES,
+    Real,
     absolute,
     add,
     div,
@@ -40,6 +40,9 @@ from trtcb.plugins.cpu.simd import (
     write_u8,
     write_u16,
 )
+from trtcb.plugins.cpu.vector_ir import (
+    LANES,
+)
 
 # --- constants of a specialisation ---
 NUM_HEADS = 9
@@ -60,7 +63,7 @@ ROW = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
 QUERY_SCALE = np.float32(1 / math.sqrt(HEAD_DIM))
 ZERO = np.float32(0)
 # as plugins.reference.FINITE_LIMIT, QUANT_MAX and SCALE_FLOOR
-LIMIT = np.float32({"fp32": np.finfo(np.float32).max, "bf16": 3.3895313892515355e38}.get(KV_FORMAT, 65504.0))
+LIMIT = np.float32({"fp32": 3.4028234663852886e38, "bf16": 3.3895313892515355e38}.get(KV_FORMAT, 65504.0))
 QUANT_MAX = np.float32(127.0 if KV_FORMAT == "int8" else 448.0)
 SCALE_FLOOR = np.float32(2.0**-14)
 
@@ -73,7 +76,7 @@ code_buffer = stack(HEAD_DIM * ELEMENT_BYTES)
 
 
 @jit
-def rotate(source: int, head: int, cos: int, sin: int, position: int, scale: float, out: int, out_index: int) -> None:
+def rotate(source: int, head: int, cos: int, sin: int, position: int, scale: Real, out: int, out_index: int) -> None:
     """Rotate head ``head`` of a projected row into ``out`` (fp32, from element ``out_index``), times ``scale``."""
     for i in range(HALF_VECTORS):
         at = min(i * LANES, HALF - LANES)
@@ -123,7 +126,7 @@ def write_row(qkv: int, cos: int, sin: int, position: int, slot: int, query: int
 
 
 def rope_kv_write(arguments: int, part: int, parts: int) -> None:
-    """A contiguous share of the rows.
+    """Treat a contiguous share of the rows.
 
     Arguments: qkv, keys, values, key scales, value scales, cos, sin, positions, slot mapping, query, number of rows.
     """

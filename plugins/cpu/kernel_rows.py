@@ -6,7 +6,8 @@ Sums run in one fixed order (vector by vector, then the lanes), so a row's resul
 import numpy as np
 
 from trtcb.plugins.cpu.simd import (
-    LANES,
+    Real,
+    Vector,
     add,
     as_float,
     div,
@@ -23,6 +24,9 @@ from trtcb.plugins.cpu.simd import (
     store_f32,
     sub,
     sum_lanes,
+)
+from trtcb.plugins.cpu.vector_ir import (
+    LANES,
 )
 
 # --- constants of a specialisation ---
@@ -41,7 +45,7 @@ store_activation = {"fp32": store_f32, "bf16": store_bf16}[ACTIVATION]
 
 
 @jit
-def normalize_row(residual: int, gain: int, eps: float, hidden: int, row: int, squares: object) -> None:
+def normalize_row(residual: int, gain: int, eps: Real, hidden: int, row: int, squares: Vector) -> None:
     """``squares`` holds the row's sum of squares, lane by lane."""
     mean = sum_lanes(squares) / np.float32(HIDDEN_SIZE)
     inverse = splat(ONE / np.sqrt(mean + np.float32(eps)))
@@ -64,7 +68,7 @@ def rms_norm(arguments: int, part: int, parts: int) -> None:
 
 
 @jit
-def load_delta(delta: int, index: int, is_bf16: int) -> object:
+def load_delta(delta: int, index: int, is_bf16: int) -> Vector:
     """16 elements of a delta of either type."""
     if is_bf16:
         return load_bf16(delta, index)

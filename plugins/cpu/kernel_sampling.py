@@ -1,22 +1,18 @@
 """Source of the sampling kernel. ``specialize.py`` compiles it once for all models; not used directly.
 
-A row's logits become one token. All filters are thresholds on the logit, found by radix selection on its bits instead of
-a sort: tokens that tie with the last one kept are kept too. Sums run in order of token id and the random number is a
+A row's logits become one token. All filters are thresholds on the logit, found by radix selection on its bits instead
+of a sort: tokens that tie with the last one kept are kept too. Sums run in order of token id and the random number is a
 function of (seed, position), so a row's token never depends on its neighbours.
 """
 
 import numpy as np
+from numba import types
 
 from trtcb.plugins.cpu.simd import (
-    I32,
-    LANES,
-    Builder,
-    Value,
+    Real,
     add,
-    define,
-    emit_call,
+    any_at_least,
     exp,
-    f32x16,
     fetch_add,
     jit,
     load_f32,
@@ -31,15 +27,25 @@ from trtcb.plugins.cpu.simd import (
     store_f32,
     sub,
     sum_lanes,
-    types,
     write_f32,
     write_f64,
     write_i32,
 )
+from trtcb.plugins.cpu.vector_ir import (
+    I32,
+    LANES,
+    Builder,
+    Value,
+    define,
+    emit_call,
+    f32x16,
+)
 
 CHUNK = 256  # tokens whose weights are summed together in fp32
 BINS = 2048
-FEW = np.float32(1e-7)  # weights below this are looked at only if a filter reaches that far
+FIRST_CUT = np.float32(2.0**-8)  # weights below a cut are looked at only if a filter reaches that far
+NEXT_CUT = np.float32(2.0**-8)
+LAST_CUT = np.float32(2.0**-24)
 FAILED = -1
 MORE = -2
 ZERO = np.float32(0)
@@ -77,24 +83,30 @@ def lane(builder: Builder, x: Value, index: Value) -> Value:
 
 
 @jit
-def row_peak(logits: int, vocab: int) -> float:
+def row_peak(logits: int, vocab: int) -> Real:
     """Largest logit, NaN if any is NaN."""
-    peaks = splat(np.float32(-np.inf))
-    for i in range(vocab // LANES):
-        peaks = sticky_maximum(peaks, load_f32(logits, i * LANES))
+    first = splat(np.float32(-np.inf))
+    second, third, fourth = first, first, first  # four chains hide the latency
+    whole = vocab // (4 * LANES) * 4 * LANES
+    for i in range(0, whole, 4 * LANES):
+        first = sticky_maximum(first, load_f32(logits, i))
+        second = sticky_maximum(second, load_f32(logits, i + LANES))
+        third = sticky_maximum(third, load_f32(logits, i + 2 * LANES))
+        fourth = sticky_maximum(fourth, load_f32(logits, i + 3 * LANES))
+    peaks = sticky_maximum(sticky_maximum(first, second), sticky_maximum(third, fourth))
     peak = np.float32(-np.inf)
     for i in range(LANES):
         peak = sticky_max(peak, lane(peaks, i))
-    for i in range(vocab // LANES * LANES, vocab):
+    for i in range(whole, vocab):
         peak = sticky_max(peak, read_f32(logits, i))
     return peak
 
 
 @jit
-def first_equal(logits: int, vocab: int, peak: float) -> int:
+def first_equal(logits: int, vocab: int, peak: Real) -> int:
     """Lowest token id whose logit is ``peak``."""
     start = 0
-    while start + LANES <= vocab and max_lanes(load_f32(logits, start)) < peak:
+    while start + LANES <= vocab and not any_at_least(load_f32(logits, start), peak):
         start += LANES
     for i in range(start, vocab):
         if read_f32(logits, i) == peak:
@@ -103,7 +115,7 @@ def first_equal(logits: int, vocab: int, peak: float) -> int:
 
 
 @jit
-def weigh(logits: int, vocab: int, peak: float, temperature: float, weights: int, sums: int) -> float:
+def weigh(logits: int, vocab: int, peak: Real, temperature: Real, weights: int, sums: int) -> Real:
     """Unnormalised probabilities ``exp((logit - peak) / temperature)`` and their sums per chunk; returns the total."""
     inverse = splat(min(np.float32(1) / temperature, LARGEST))
     shift = splat(peak)
@@ -127,8 +139,8 @@ def weigh(logits: int, vocab: int, peak: float, temperature: float, weights: int
 
 
 @jit
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from Philox4x32-10 (Salmon et al., 2011), keyed by ``seed`` at counter ``position``."""
+def uniform(seed: int, position: int) -> Real:
+    """Draw from [0, 1) with Philox4x32-10 (Salmon et al., 2011), keyed by ``seed``, at counter ``position``."""
     key0, key1 = np.uint64(seed) & WORD, np.uint64(seed) >> HALF_WORD
     c0, c1, c2, c3 = np.uint64(position), np.uint64(0), np.uint64(0), np.uint64(0)
     for _ in range(10):
@@ -142,7 +154,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 @jit
-def draw_any(weights: int, sums: int, vocab: int, target: float) -> int:
+def draw_any(weights: int, sums: int, vocab: int, target: Real) -> int:
     """First token at which the running weight passes ``target``."""
     chunk = 0
     last_chunk = (vocab + CHUNK - 1) // CHUNK - 1
@@ -164,17 +176,17 @@ def draw_any(weights: int, sums: int, vocab: int, target: float) -> int:
 
 @jit
 def order_key(logits: int, token: int) -> int:
-    """The logit's bits as an unsigned 32-bit number in the same order."""
-    bits = read_u32(logits, token)
+    """Turn a logit's bits into an unsigned 32-bit number of the same order."""
+    bits: int = read_u32(logits, token)
     return bits ^ 0xFFFFFFFF if bits & 0x80000000 else bits | 0x80000000
 
 
 @jit
-def gather(weights: int, vocab: int, cut: float, candidates: int) -> int:
+def gather(weights: int, vocab: int, cut: Real, candidates: int) -> int:
     """List the tokens with a weight of at least ``cut``, by id; returns how many."""
     count = 0
     for start in range(0, vocab, LANES):
-        if start + LANES <= vocab and max_lanes(load_f32(weights, start)) < cut:
+        if start + LANES <= vocab and not any_at_least(load_f32(weights, start), cut):
             continue
         for i in range(start, min(vocab, start + LANES)):
             if read_f32(weights, i) >= cut:
@@ -184,7 +196,7 @@ def gather(weights: int, vocab: int, cut: float, candidates: int) -> int:
 
 
 @jit
-def mass_of(weights: int, candidates: int, count: int) -> float:
+def mass_of(weights: int, candidates: int, count: int) -> Real:
     """Sum of the candidates' weights, by id."""
     mass = 0.0
     for i in range(count):
@@ -193,8 +205,8 @@ def mass_of(weights: int, candidates: int, count: int) -> float:
 
 
 @jit
-def threshold(logits: int, weights: int, candidates: int, count: int, by_mass: int, target: float, bins: int) -> int:
-    """Largest key such that the candidates at or above it number (or weigh) at least ``target``; else the smallest key."""
+def threshold(logits: int, weights: int, candidates: int, count: int, by_mass: int, target: Real, bins: int) -> int:
+    """Find the largest key with candidates of number (or weight) ``target`` at or above it; else the smallest key."""
     prefix, remaining = 0, target
     for level in range(3):
         shift, width = (21, 11) if level == 0 else ((10, 11) if level == 1 else (0, 10))
@@ -235,10 +247,10 @@ def filtered(
     candidates: int,
     bins: int,
     vocab: int,
-    cut: float,
-    total: float,
+    cut: Real,
+    total: Real,
     top_k: int,
-    top_p: float,
+    top_p: Real,
 ) -> int:
     """Candidates that pass top-k, then top-p; ``MORE`` if the answer may lie among weights below ``cut``."""
     count = gather(weights, vocab, cut, candidates)
@@ -258,7 +270,7 @@ def filtered(
 
 
 @jit
-def draw_listed(weights: int, candidates: int, count: int, floor: float, random: float) -> int:
+def draw_listed(weights: int, candidates: int, count: int, floor: Real, random: Real) -> int:
     """Draw among the candidates whose weight is at least ``floor``, by inverse transform in order of id."""
     mass = 0.0
     for i in range(count):
@@ -278,7 +290,7 @@ def draw_listed(weights: int, candidates: int, count: int, floor: float, random:
 
 @jit
 def sample_row(
-    logits: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, random: float, scratch: int
+    logits: int, vocab: int, temperature: Real, top_k: int, top_p: Real, min_p: Real, random: Real, scratch: int
 ) -> int:
     """One token, or ``FAILED`` if a logit is NaN or none is finite."""
     peak = row_peak(logits, vocab)
@@ -292,18 +304,20 @@ def sample_row(
     total = weigh(logits, vocab, peak, temperature, weights, sums)
     if (top_k <= 0 or top_k >= vocab) and top_p >= np.float32(1) and min_p <= ZERO:
         return draw_any(weights, sums, vocab, random * total)
-    cut = FEW if min_p <= ZERO else min(FEW, min_p)
+    floor = min(min_p, np.float32(1))
+    cut = FIRST_CUT if floor <= ZERO else min(FIRST_CUT, floor)
     count = filtered(logits, weights, candidates, bins, vocab, cut, total, top_k, top_p)
-    if count == MORE:
-        count = filtered(logits, weights, candidates, bins, vocab, ZERO, total, top_k, top_p)
-    return draw_listed(weights, candidates, count, min_p, random)
+    while count == MORE:
+        cut = cut * NEXT_CUT if cut > LAST_CUT else ZERO
+        count = filtered(logits, weights, candidates, bins, vocab, cut, total, top_k, top_p)
+    return draw_listed(weights, candidates, count, floor, random)
 
 
 def sample(arguments: int, part: int, parts: int) -> None:
     """Claim and sample rows until none is left.
 
-    Arguments: logits, vocabulary size, temperature, top_k, top_p, min_p, seed, position, tokens, rows, scratch, bytes of
-    scratch per thread; the last word of the argument block is the claim counter.
+    Arguments: logits, vocabulary size, temperature, top_k, top_p, min_p, seed, position, tokens, rows, scratch, bytes
+    of scratch per thread; the last word of the argument block is the claim counter.
     """
     logits, vocab = read_i64(arguments, 0), read_i64(arguments, 1)
     scratch = read_i64(arguments, 10) + part * read_i64(arguments, 11)

@@ -114,12 +114,12 @@ class CpuKernels:
     ) -> None:
         """Rotate queries and keys of fused rows and store keys and values.
 
-        qkv activation ``[T, (H + 2 HK) D]``; cos, sin fp32 ``[positions, D / 2]``; positions, slot_mapping int32 ``[T]``
-        (slots of one call must differ); query fp32 ``[T, H, D]``, written, scaled by ``1 / sqrt(D)``.
+        qkv activation ``[T, (H + 2 HK) D]``; cos, sin fp32 ``[positions, D / 2]``; positions, slot_mapping int32
+        ``[T]`` (slots of one call must differ); query fp32 ``[T, H, D]``, written, scaled by ``1 / sqrt(D)``.
         """
         self._run(
             "rope_kv_write",
-            self._parts(num_rows, 8 * self.config.qkv_size),
+            self._parts(num_rows, 16 * self.config.qkv_size),
             *(qkv, pools.k, pools.v, pools.k_scale, pools.v_scale, cos, sin, positions, slot_mapping, query, num_rows),
         )
 
@@ -158,7 +158,7 @@ class CpuKernels:
         )
 
     def swiglu(self, gate_up: int, hidden: int, num_rows: int) -> None:
-        """``silu(gate) * up``: gate_up activation ``[T, 2 * intermediate]``, hidden activation ``[T, intermediate]``."""
+        """``silu(gate) * up``: gate_up ``[T, 2 * intermediate]``, hidden ``[T, intermediate]``, both activations."""
         self._run("swiglu", self._parts(num_rows, 16 * self.config.intermediate_size), gate_up, hidden, num_rows)
 
     def gather_rows(
@@ -190,9 +190,11 @@ def load_kernels(
         "ACTIVATION": config.activation,
     }
     attention = {**constants, "ACCUMULATORS": accumulators()}
+    tokens_per_item: int = load_module("kernel_attention", attention).TOKENS_PER_ITEM
     functions = {
         **compile_kernels("kernel_rows", rows, on_progress),
         **compile_kernels("kernel_rope", constants, on_progress),
+        **compile_kernels("kernel_plan", {"TOKENS_PER_ITEM": tokens_per_item}, on_progress),
         **compile_kernels("kernel_attention", attention, on_progress),
     }
     scratch_bytes: int = load_module("kernel_attention", attention).SCRATCH_BYTES

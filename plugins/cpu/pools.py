@@ -1,7 +1,8 @@
 """The CPU target's own layout of a layer's KV pool, known only here and in the kernel sources.
 
-Keys lie as ``[block, kv_head, head_dim, block_size]`` so that 16 tokens' scores form in the lanes of one vector, values as
-``[block, kv_head, block_size, head_dim]`` so that 16 dimensions of the context do; scales as ``[block, kv_head, block_size]``.
+Keys lie as ``[block, kv_head, head_dim, block_size]`` so that 16 tokens' scores form in the lanes of one vector, values
+as ``[block, kv_head, block_size, head_dim]`` so that 16 dimensions of the context do; scales as
+``[block, kv_head, block_size]``.
 """
 
 import math
@@ -19,7 +20,7 @@ def pool_shapes(config: KernelConfig, num_blocks: int) -> dict[str, tuple[tuple[
     """Shape and type of one layer's arrays: ``k`` and ``v``, and ``k_scale`` and ``v_scale`` for quantised formats."""
     dtype = STORAGE_DTYPE[config.kv_dtype]
     pages = (num_blocks, config.num_kv_heads)
-    shapes = {
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]] = {
         "k": ((*pages, config.head_dim, config.block_size), dtype),
         "v": ((*pages, config.block_size, config.head_dim), dtype),
     }
@@ -40,7 +41,7 @@ def allocate_pools(config: KernelConfig, num_blocks: int) -> PoolArrays:
 
 
 def to_portable(config: KernelConfig, arrays: PoolArrays) -> KVPools:
-    """A copy in the portable layout, slot by slot, for tests and tools."""
+    """Copy into the portable layout, slot by slot, for tests and tools."""
 
     def by_slot(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
         moved = np.moveaxis(array, 2, 1)  # [block, block_size, kv_head, ...]

@@ -1,34 +1,58 @@
 """A small vector language for numba: 16 fp32 lanes as plain LLVM vector IR, no target intrinsics, no inline assembly.
 
-LLVM legalises a 16-lane vector to whatever the CPU has (one AVX-512 register, two AVX2, four NEON or SSE), always with the
-same bits: nothing here may be reassociated, contracted or approximated. Memory is addressed as ``(address, index)``: an
-int64 address and an index counted in elements of the stored format. No alignment is needed beyond the element's.
+LLVM legalises a 16-lane vector to whatever the CPU has (one AVX-512 register, two AVX2, four NEON or SSE), always with
+the same bits: nothing here may be reassociated, contracted or approximated. Memory is addressed by an int64 address and
+an index that counts elements of the stored format. No alignment is needed beyond the element's.
 
-Groups: vector loads and stores per format, arithmetic, lanes and reductions, scalars in memory, threads and calls. The
-``emit_*`` functions build the same operations inside hand-written IR (see ``tile.py``).
+Groups: loads and stores per format, arithmetic, lanes and reductions, scalars, threads and calls.
 """
 
-import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import llvmlite.ir as ir
 from numba import njit, types
-from numba.core.datamodel import models
-from numba.core.extending import intrinsic, register_model
 
-LANES = 16
+from trtcb.plugins.cpu.vector_ir import (
+    F16,
+    F32,
+    F64,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTEGERS,
+    LANES,
+    VECTOR,
+    Builder,
+    Value,
+    constant,
+    define,
+    emit_call,
+    emit_load_bf16,
+    emit_load_e4m3,
+    emit_load_f16,
+    emit_load_f32,
+    emit_load_i8,
+    emit_pointer,
+    emit_splat,
+    f32x16,
+)
 
-Value = Any  # an llvmlite value, or a vector inside jitted code
-Builder = Any  # llvmlite.ir.IRBuilder
+Vector = Any  # a vector inside jitted code
+Real = Any  # an fp32 or fp64 scalar inside jitted code
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-VECTOR = ir.VectorType(F32, LANES)
-INTEGERS = ir.VectorType(I32, LANES)
 
-JIT_OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False}
+class JitOptions(TypedDict):
+    """The options of numba that this project sets."""
+
+    nogil: bool
+    error_model: Literal["numpy"]
+    fastmath: bool
+
+
+JIT_OPTIONS: JitOptions = {"nogil": True, "error_model": "numpy", "fastmath": False}
 """Numba options of every kernel. Fast-math would reorder sums, and with them the bits of a row."""
 
 
@@ -37,128 +61,7 @@ def jit(function: Function) -> Function:
     return cast(Function, njit(**JIT_OPTIONS)(function))
 
 
-class _VectorType(types.Type):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__(name="f32x16")
-
-
-f32x16 = _VectorType()
-
-
-@register_model(_VectorType)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, VECTOR)
-
-
-def define(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function numba code can call out of ``emit(builder, *llvm_values)``, which appends IR and returns a value."""
-
-    def wrap(emit: Callable[..., Any]) -> Callable[..., Any]:
-        def typing(context: Any, *_: Any) -> Any:
-            def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Any:
-                value = emit(builder, *values)
-                return context.get_dummy_value() if result is types.none else value
-
-            return result(*parameters), codegen
-
-        typing.__name__, typing.__doc__ = emit.__name__, emit.__doc__
-        # numba binds the call's arguments to this: the builder's place is taken by the typing context
-        typing.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
-        return cast(Callable[..., Any], intrinsic(typing))
-
-    return wrap
-
-
-# --- building blocks of IR ------------------------------------------------------------------------------------------
-
-
-def constant(element: Any, value: float, lanes: int = LANES) -> Value:
-    """A vector constant with every lane equal."""
-    return ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
-
-
-def emit_splat(builder: Builder, scalar: Value) -> Value:
-    """Broadcast a scalar to all lanes."""
-    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(INTEGERS, [0] * LANES))
-
-
-def emit_call(builder: Builder, name: str, *arguments: Value) -> Value:
-    """Call an overloaded LLVM intrinsic whose result has the type of its first argument."""
-    kind = arguments[0].type
-    suffix = "f32" if kind == F32 else f"v{LANES}f32"
-    full_name = f"llvm.{name}.{suffix}"
-    callee = builder.module.globals.get(full_name)
-    if callee is None:
-        callee = ir.Function(builder.module, ir.FunctionType(kind, [a.type for a in arguments]), full_name)
-    return builder.call(callee, arguments)
-
-
-def emit_pointer(builder: Builder, address: Value, index: Value, element: Any, pointee: Any = None) -> Value:
-    """Pointer to element ``index`` after ``address``, typed for ``pointee`` (the element itself by default)."""
-    pointer = builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
-    return pointer if pointee is None else builder.bitcast(pointer, pointee.as_pointer())
-
-
-def _load_raw(builder: Builder, address: Value, index: Value, element: Any, size: int) -> Value:
-    pointer = emit_pointer(builder, address, index, element, ir.VectorType(element, LANES))
-    return builder.load(pointer, align=size)
-
-
-def _store_raw(builder: Builder, address: Value, index: Value, value: Value, size: int) -> None:
-    builder.store(value, emit_pointer(builder, address, index, value.type.element, value.type), align=size)
-
-
-def _select_nan(builder: Builder, x: Value, if_nan: Value, otherwise: Value) -> Value:
-    return builder.select(builder.fcmp_unordered("uno", x, x), if_nan, otherwise)
-
-
 # --- loads: 16 stored elements to fp32, exactly ----------------------------------------------------------------------
-
-
-def emit_load_f32(builder: Builder, address: Value, index: Value) -> Value:
-    """fp32 as it is."""
-    return _load_raw(builder, address, index, F32, 4)
-
-
-def emit_load_bf16(builder: Builder, address: Value, index: Value) -> Value:
-    """bf16: the upper half of an fp32."""
-    bits = builder.zext(_load_raw(builder, address, index, I16, 2), INTEGERS)
-    return builder.bitcast(builder.shl(bits, constant(I32, 16)), VECTOR)
-
-
-def emit_load_f16(builder: Builder, address: Value, index: Value) -> Value:
-    """fp16, subnormals included."""
-    return builder.fpext(_load_raw(builder, address, index, F16, 2), VECTOR)
-
-
-def emit_load_i8(builder: Builder, address: Value, index: Value) -> Value:
-    """Signed bytes as numbers."""
-    return builder.sitofp(builder.sext(_load_raw(builder, address, index, I8, 1), INTEGERS), VECTOR)
-
-
-def emit_load_e4m3(builder: Builder, address: Value, index: Value) -> Value:
-    """e4m3fn bytes: shifted into an fp16 the exponent is 8 too low, and even e4m3's subnormals stay exact there.
-
-    The two NaN codes read as +-480; nothing here ever writes them.
-    """
-    wide = builder.sext(_load_raw(builder, address, index, I8, 1), ir.VectorType(I16, LANES))
-    # sign-extension keeps bit 15; of the rest only the seven magnitude bits, moved up by 7, may stay
-    half = builder.and_(builder.shl(wide, constant(I16, 7)), constant(I16, -0x4080))
-    number = builder.fpext(builder.bitcast(half, ir.VectorType(F16, LANES)), VECTOR)
-    return builder.fmul(number, constant(F32, 256.0))
-
-
-EMIT_LOAD: dict[str, Callable[[Builder, Value, Value], Value]] = {
-    "fp32": emit_load_f32,
-    "bf16": emit_load_bf16,
-    "fp16": emit_load_f16,
-    "int8": emit_load_i8,
-    "fp8": emit_load_e4m3,
-}
-"""Loads by format name."""
 
 load_f32 = define(f32x16, types.int64, types.int64)(emit_load_f32)
 load_bf16 = define(f32x16, types.int64, types.int64)(emit_load_bf16)
@@ -168,6 +71,14 @@ load_e4m3 = define(f32x16, types.int64, types.int64)(emit_load_e4m3)
 
 
 # --- stores: round to nearest, ties to even --------------------------------------------------------------------------
+
+
+def _store_raw(builder: Builder, address: Value, index: Value, value: Value, size: int) -> None:
+    builder.store(value, emit_pointer(builder, address, index, value.type.element, value.type), align=size)
+
+
+def _select_nan(builder: Builder, x: Value, if_nan: Value, otherwise: Value) -> Value:
+    return builder.select(builder.fcmp_unordered("uno", x, x), if_nan, otherwise)
 
 
 @define(types.none, types.int64, types.int64, f32x16)
@@ -300,10 +211,10 @@ def finite(builder: Builder, x: Value, limit: Value) -> Value:
 
 @define(f32x16, f32x16)
 def exp(builder: Builder, x: Value) -> Value:
-    """``e ** x`` for ``x <= 88``, within 2 units in the last place; exactly 0 below -87.3, infinite above 88.4, NaN kept.
+    """``e ** x`` for ``x <= 88`` within 2 units in the last place; 0 below -87.3, infinite above 88.4, NaN kept.
 
-    Cephes' scheme: ``x = n * ln 2 + r`` with ln 2 in two pieces, a polynomial for ``r``, and ``n`` put into the exponent.
-    Adding 1.5 * 2**23 rounds to an integer and leaves that integer in the low bits.
+    Cephes' scheme: ``x = n * ln 2 + r`` with ln 2 in two pieces, a polynomial for ``r``, and ``n`` put into the
+    exponent. Adding 1.5 * 2**23 rounds to an integer and leaves that integer in the low bits.
     """
     magic = constant(F32, 12582912.0)
     below = builder.fcmp_ordered("<", x, constant(F32, -87.33))
@@ -363,6 +274,14 @@ def max_lanes(builder: Builder, x: Value) -> Value:
     return _reduce(builder, x, lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
+@define(types.boolean, f32x16, types.float32)
+def any_at_least(builder: Builder, x: Value, bound: Value) -> Value:
+    """Whether some lane is at least ``bound``."""
+    mask = builder.fcmp_ordered(">=", x, emit_splat(builder, bound))
+    bits = builder.bitcast(mask, ir.IntType(LANES))
+    return builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(LANES), 0))
+
+
 # --- scalars ---------------------------------------------------------------------------------------------------------
 
 
@@ -380,19 +299,19 @@ def _writer(kind: Any, parameter: Any, narrow: Callable[[Builder, Value], Value]
     return define(types.none, types.int64, types.int64, parameter)(write)
 
 
-read_f32 = _reader(F32, types.float32, lambda builder, x: x)
-read_f64 = _reader(F64, types.float64, lambda builder, x: x)
-read_f16 = _reader(F16, types.float32, lambda builder, x: builder.fpext(x, F32))
-read_i64 = _reader(I64, types.int64, lambda builder, x: x)
-read_i32 = _reader(I32, types.int64, lambda builder, x: builder.sext(x, I64))
-read_u32 = _reader(I32, types.int64, lambda builder, x: builder.zext(x, I64))
-read_u16 = _reader(I16, types.int64, lambda builder, x: builder.zext(x, I64))
-read_u8 = _reader(I8, types.int64, lambda builder, x: builder.zext(x, I64))
+read_f32: Callable[[int, int], Real] = _reader(F32, types.float32, lambda builder, x: x)
+read_f64: Callable[[int, int], Real] = _reader(F64, types.float64, lambda builder, x: x)
+read_f16: Callable[[int, int], Real] = _reader(F16, types.float32, lambda builder, x: builder.fpext(x, F32))
+read_i64: Callable[[int, int], int] = _reader(I64, types.int64, lambda builder, x: x)
+read_i32: Callable[[int, int], int] = _reader(I32, types.int64, lambda builder, x: builder.sext(x, I64))
+read_u32: Callable[[int, int], int] = _reader(I32, types.int64, lambda builder, x: builder.zext(x, I64))
+read_u16: Callable[[int, int], int] = _reader(I16, types.int64, lambda builder, x: builder.zext(x, I64))
+read_u8: Callable[[int, int], int] = _reader(I8, types.int64, lambda builder, x: builder.zext(x, I64))
 
 
 @define(types.float64, types.int64)
 def as_float(builder: Builder, bits: Value) -> Value:
-    """The float64 with these bits: how a number travels in an argument block."""
+    """Take bits as a float64: how a number travels in an argument block."""
     return builder.bitcast(bits, F64)
 
 
@@ -415,7 +334,7 @@ def fetch_add(builder: Builder, address: Value, amount: Value) -> Value:
 
 
 def stack(num_bytes: int) -> Callable[[], int]:
-    """A function returning the address of ``num_bytes`` of the calling kernel's stack, 64-byte aligned."""
+    """Make a function that returns the address of ``num_bytes`` of its caller's stack, 64-byte aligned."""
 
     def allocate(builder: Builder) -> Value:
         with builder.goto_entry_block():

@@ -1,11 +1,11 @@
 """Compiles kernel sources for given constants, once per machine.
 
-A kernel source (``kernel_*.py``) is an ordinary module with a block of constants. A specialisation is its text with those
-constants replaced, written to the user's cache folder and imported from there, where numba keeps the machine code beside
-it. The folder's name is a hash of everything the code depends on, so a stale entry is never read.
+A kernel source (``kernel_*.py``) is an ordinary module with a block of constants. A specialisation is its text with
+those constants replaced, written to the user's cache folder and imported from there, where numba keeps the machine code
+beside it. The folder's name is a hash of everything the code depends on, so a stale entry is never read.
 
-numba's cache files are pickles: whoever can write them can run code as the user. The folder must therefore belong to the
-user alone, and it is never part of a plan.
+numba's cache files are pickles: whoever can write them can run code as the user. The folder must therefore belong to
+the user alone, and it is never part of a plan.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,23 +30,22 @@ import numba
 from numba import cfunc, njit, types
 
 from trtcb.errors import TargetUnavailableError
-from trtcb.plugins.cpu.isa import isa_fingerprint
+from trtcb.plugins.cpu.isa import check_supported, isa_fingerprint
 from trtcb.plugins.cpu.simd import JIT_OPTIONS
 
 logger = logging.getLogger(__name__)
 
 KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64)
-SHARED_SOURCES = ("simd.py", "tile.py", "specialize.py")
 SOURCE_FOLDER = Path(__file__).parent
 
 Progress = Callable[[str], None]
 
 
 def cache_folder() -> Path:
-    """The user's folder of compiled kernels, created with mode 0700.
+    """Find or create the user's folder of compiled kernels, mode 0700.
 
-    Raises ``TargetUnavailableError`` if it belongs to somebody else or others may write to it. Where it cannot be created
-    (a read-only home), a temporary folder serves this process alone.
+    Raises ``TargetUnavailableError`` if it belongs to somebody else or others may write to it. Where it cannot be
+    created (a read-only home), a temporary folder serves this process alone.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "trtcb" / "kernels"
@@ -71,7 +71,7 @@ def _check_private(path: Path) -> None:
 
 
 def specialize(source: str, constants: Mapping[str, object]) -> str:
-    """The text of a kernel source with its constants replaced. ``KeyError`` for a constant the source does not have."""
+    """Return the text of a kernel source with its constants replaced; ``KeyError`` for one the source does not have."""
     text = (SOURCE_FOLDER / f"{source}.py").read_text()
     for name, value in constants.items():
         text, count = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value!r}", text, count=1)
@@ -81,13 +81,14 @@ def specialize(source: str, constants: Mapping[str, object]) -> str:
 
 
 def _key(text: str) -> str:
-    parts = [text, *((SOURCE_FOLDER / name).read_text() for name in SHARED_SOURCES)]
+    parts = [text, *(path.read_text() for path in sorted(SOURCE_FOLDER.glob("*.py")))]
     parts += [numba.__version__, llvmlite.__version__, platform.python_version(), *isa_fingerprint().values()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
 def load_module(source: str, constants: Mapping[str, object]) -> ModuleType:
     """Import a kernel source specialised for ``constants``; nothing is compiled yet."""
+    check_supported()
     text = specialize(source, constants)
     name = f"trtcb_{source}_{_key(text)}"
     if name in sys.modules:
@@ -116,11 +117,12 @@ def load_module(source: str, constants: Mapping[str, object]) -> ModuleType:
 @contextmanager
 def _cache_beside_source() -> Iterator[None]:
     """Keep numba's files in the folder that was checked, whatever NUMBA_CACHE_DIR says."""
-    saved, numba.config.CACHE_DIR = numba.config.CACHE_DIR, ""
+    config: Any = numba.config
+    saved, config.CACHE_DIR = config.CACHE_DIR, ""
     try:
         yield
     finally:
-        numba.config.CACHE_DIR = saved
+        config.CACHE_DIR = saved
 
 
 def _compile(module: ModuleType, build: Callable[[], Any]) -> Any:
@@ -140,7 +142,7 @@ def _compile(module: ModuleType, build: Callable[[], Any]) -> Any:
 def compile_kernels(
     source: str, constants: Mapping[str, object], on_progress: Progress | None = None
 ) -> dict[str, Any]:
-    """The kernels of a source by name, as objects with an ``address``; keep them as long as the address is in use.
+    """Return the kernels of a source by name: objects with an ``address``, to be kept as long as that is in use.
 
     ``on_progress`` gets each kernel's name before it is compiled (or loaded, in a few milliseconds).
     """
@@ -149,8 +151,8 @@ def compile_kernels(
     for function in module.KERNELS:
         if on_progress is not None:
             on_progress(function.__name__)
-        build = cfunc(KERNEL_SIGNATURE, cache=True, **JIT_OPTIONS)
-        kernels[function.__name__] = _compile(module, lambda build=build, function=function: build(function))
+        decorate = cfunc(KERNEL_SIGNATURE, cache=True, **JIT_OPTIONS)
+        kernels[function.__name__] = _compile(module, partial(decorate, function))
     return kernels
 
 
@@ -158,5 +160,6 @@ def compile_launcher() -> Callable[..., None]:
     """``launch(kernel_address, parts, *12 ints)``, see ``kernel_launch.py``."""
     module = load_module("kernel_launch", {})
     signature = types.void(*[types.int64] * 14)
-    launcher: Callable[..., None] = _compile(module, lambda: njit(signature, cache=True, **JIT_OPTIONS)(module.launch))
+    decorate: Any = njit(signature, cache=True, **JIT_OPTIONS)
+    launcher: Callable[..., None] = _compile(module, partial(decorate, module.launch))
     return launcher

@@ -1,7 +1,8 @@
 """One pool of threads for kernels and GEMMs.
 
-numba's OpenMP layer and torch each bring an OpenMP runtime. Two runtimes keep two teams of spinning threads that fight for
-the same cores (measured: up to 20 times slower), so both must end up with one libgomp: it is loaded here, before torch.
+numba's OpenMP layer and torch each bring an OpenMP runtime. Two runtimes keep two teams of spinning threads that fight
+for the same cores (measured: up to 20 times slower), so both must end up with one libgomp: it is loaded here, before
+torch.
 """
 
 import importlib
@@ -9,13 +10,14 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trtcb.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadLayer:
-    """What kernels run on: ``name`` is ``omp``, ``tbb`` or ``workqueue``; ``note`` tells what is less than ideal, or ``""``."""
+    """What kernels run on: ``name`` is ``omp``, ``tbb`` or ``workqueue``; ``note`` says what is not ideal."""
 
     name: str
     num_threads: int
@@ -23,13 +25,14 @@ class ThreadLayer:
 
 
 def configure(num_threads: int | None = None) -> ThreadLayer:
-    """Choose numba's threading layer and number of threads; call it at the start, **before torch is imported**.
+    """Choose the threading layer and number of threads; call it at the start, **before torch or numba is imported**.
 
-    ``num_threads`` defaults to the CPUs this process may use. The choice is the whole process's: numba and OpenMP allow no
-    other, and a later call can only lower the number of threads. ``UsageError`` if there are fewer CPUs than asked for.
+    ``num_threads`` defaults to the CPUs this process may use. The choice is the whole process's (numba and OpenMP
+    allow no other): later, the number can only be lowered, and for the calling thread alone. ``UsageError`` if there
+    are fewer CPUs than asked for.
 
-    Sets ``GOMP_SPINCOUNT`` for this process unless a wait policy is set: idle threads spin for some microseconds, which
-    is the best compromise between the latency of a small step and a core shared with the server.
+    Sets ``NUMBA_NUM_THREADS`` for this process, and ``GOMP_SPINCOUNT`` unless a wait policy is set: idle threads spin
+    for some microseconds, the best compromise between the latency of a small step and a core shared with the server.
     """
     available = len(os.sched_getaffinity(0))
     threads = available if num_threads is None else num_threads
@@ -37,13 +40,18 @@ def configure(num_threads: int | None = None) -> ThreadLayer:
         raise UsageError(f"{threads} threads were asked for, but this process may use 1 to {available} CPUs.")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if "numba" not in sys.modules:
+        os.environ["NUMBA_NUM_THREADS"] = str(threads)
     torch_first = "torch" in sys.modules
-    name, note = _load_layer()
-    if torch_first and name == "omp" and _num_gomp_runtimes() > 1:
-        note = "torch was imported first and brought a second OpenMP runtime; call threads.configure() earlier"
     import numba
 
-    numba.config.THREADING_LAYER = name
+    config: Any = numba.config
+    if threads > config.NUMBA_NUM_THREADS:
+        raise UsageError(f"{threads} threads were asked for, but numba was started with {config.NUMBA_NUM_THREADS}.")
+    name, note = _load_layer()
+    if torch_first and _num_gomp_runtimes() > 1:
+        note = "torch was imported first and brought a second OpenMP runtime; call threads.configure() earlier"
+    config.THREADING_LAYER = name
     numba.set_num_threads(threads)
     return ThreadLayer(name, threads, note)
 

@@ -1,8 +1,8 @@
 """The one inner loop of attention, built directly as LLVM IR: ``C[rows, 16 * vectors] (+)= A[rows, depth] @ B``.
 
 Scores are ``query @ keys`` (depth = head_dim, columns = tokens) and the context is ``probabilities @ values`` (depth =
-tokens, columns = head_dim), so both are this tile with other strides, and B is read straight from the pool's format. All
-``rows * vectors`` accumulators live in registers as loop-carried values. Each element of C is one chain of fused
+tokens, columns = head_dim), so both are this tile with other strides, and B is read straight from the pool's format.
+All ``rows * vectors`` accumulators live in registers as loop-carried values. Each element of C is one chain of fused
 multiply-adds in order of depth whatever the tile's shape, so shapes can be chosen freely for speed: bits never change.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import llvmlite.ir as ir
 from numba import types
 
-from trtcb.plugins.cpu.simd import (
+from trtcb.plugins.cpu.vector_ir import (
     EMIT_LOAD,
     F32,
     I8,
@@ -36,7 +36,7 @@ CACHE_LINE = 64
 
 @dataclass(frozen=True, slots=True)
 class TileSpec:
-    """Shape and strides of a tile. Strides count elements between rows of A (fp32), steps of depth in B, rows of C (fp32).
+    """Shape and strides of a tile. Strides count elements between rows of A and C (fp32), and steps of depth in B.
 
     ``prefetch_bytes`` of memory are fetched per depth step from the address given at the call: what is needed next.
     """
@@ -59,7 +59,7 @@ class TileSpec:
 
 
 def define_tile(spec: TileSpec) -> Callable[[int, int, int, int, int], None]:
-    """A function ``tile(a, b, c, depth, prefetch)`` of four addresses and a depth, for use inside jitted code."""
+    """Make ``tile(a, b, c, depth, prefetch)`` of four addresses and a depth, for use inside jitted code."""
 
     def tile(builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
         function = builder.module.globals.get(spec.symbol)
@@ -144,7 +144,7 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def value_shape(rows: int, vectors: int, accumulators: int) -> tuple[int, int]:
-    """Rows and vectors of the tile that covers ``rows x vectors`` with most accumulators in use, and nearest to square."""
+    """Choose the tile that covers ``rows x vectors`` with most accumulators in use, and is nearest to square."""
     shapes = [
         (r, v)
         for r in range(1, rows + 1)

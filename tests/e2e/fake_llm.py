@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from tests.e2e.tiny_tokenizer import BOS, EOS, VOCAB_SIZE, tiny_tokenizer
 from trtcb.errors import DrainingError
+from trtcb.executor.config import EngineConfig
 from trtcb.executor.request import Delta, FinishReason, Request
 from trtcb.executor.stats import EngineSnapshot, StepStats
 from trtcb.spec import ModelSpec
@@ -29,6 +30,7 @@ class FakeEngine:
     """The part of ``Engine`` that the server touches."""
 
     def __init__(self) -> None:
+        self.config = EngineConfig()
         self.aborted: set[str] = set()
 
         self.state = "running"

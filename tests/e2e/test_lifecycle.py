@@ -120,7 +120,7 @@ async def test_an_unexpected_error_is_a_bland_500_and_logs_no_prompt(caplog):
 
 @pytest.mark.parametrize("body", [GOOD, STREAM, {**STREAM, "prompt": ["a", "b", "c"]}], ids=["whole", "stream", "many"])
 @pytest.mark.parametrize("phase", ["queued", "running"])
-async def test_a_disconnect_aborts_within_milliseconds(body, phase):
+async def test_a_disconnect_aborts_at_once(body, phase):
     llm = FakeLLM("x" * 1000, step_s=0.005)
     async with served(llm) as server:
         if phase == "queued":
@@ -134,9 +134,21 @@ async def test_a_disconnect_aborts_within_milliseconds(body, phase):
         left_at = time.perf_counter()
         writer.transport.abort()
         await eventually(lambda: len(llm.left) == num)
-        assert max(at for _, at in llm.left) - left_at < 0.1
+        assert max(at for _, at in llm.left) - left_at < 1  # ms on an idle machine; the text takes 5 s
         _, _, text = await get(f"{server.url}/metrics")
         assert f'trtcb_aborts_total{{cause="disconnect"}} {num}.0' in text
+
+
+async def test_a_queued_stream_has_its_headers_at_once():
+    llm = FakeLLM()
+    async with served(llm) as server:
+        llm.gate.clear()
+        began = time.perf_counter()
+        async with streaming(server) as response:
+            assert time.perf_counter() - began < 1
+            assert response.status == 200
+            llm.gate.set()
+            assert (await response.read()).endswith(b"[DONE]\n\n")
 
 
 async def test_a_queued_stream_is_kept_alive():
@@ -196,7 +208,7 @@ async def test_a_dead_engine_ends_the_server():
 
 
 async def test_a_drain_lets_streams_finish_and_refuses_new_requests():
-    llm = FakeLLM("x" * 20, step_s=0.02)
+    llm = FakeLLM("x" * 20, step_s=0.05)
     async with served(llm, shutdown_timeout_s=10) as server, streaming(server) as one, streaming(server) as two:
         whole = asyncio.ensure_future(post(f"{server.url}/v1/completions", GOOD))
         await eventually(lambda: llm.num_running == 3)
@@ -204,7 +216,7 @@ async def test_a_drain_lets_streams_finish_and_refuses_new_requests():
         await eventually(lambda: server.context.lifecycle.is_draining)
         began = time.perf_counter()
         status, headers, answer = await post(f"{server.url}/v1/completions", GOOD)
-        assert time.perf_counter() - began < 0.2
+        assert time.perf_counter() - began < 1
         assert (status, headers["Retry-After"], answer["error"]["code"]) == (503, "1", "draining")
         assert (await get(f"{server.url}/ready"))[0] == 503
         for stream in (one, two):
@@ -233,6 +245,28 @@ async def test_a_drain_out_of_time_ends_streams_with_an_error_event(how):
     assert b"[DONE]" not in text
     assert orjson.loads(text.strip().split(b"\n\n")[-1].removeprefix(b"data: "))["error"]["code"] == "aborted"
     assert llm.is_closed
+
+
+async def test_a_stuck_engine_does_not_hold_the_exit_up():
+    llm = FakeLLM("x" * 1000, step_s=60)
+    llm.close = lambda: asyncio.sleep(60)
+    config = ServerConfig(port=0, shutdown_timeout_s=60)
+    server = HttpServer(llm, config, bind(config))
+    llm.engine.abort = lambda request_id: None
+    llm.step_s = 0
+    ready = asyncio.Event()
+    running = asyncio.ensure_future(server.run(ready.set))
+    await ready.wait()
+    llm.step_s = 60
+    async with streaming(server, {**STREAM, "prompt": ["a", "b"]}) as stream:
+        server.stop()
+        await eventually(lambda: server.context.lifecycle.is_draining)
+        began = time.perf_counter()
+        server.stop()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await stream.read()
+        assert await running is False
+        assert time.perf_counter() - began < 2
 
 
 def test_a_busy_port_is_said_before_anything_is_loaded():

@@ -201,7 +201,9 @@ async def test_a_drain_waits_for_the_engine():
             for _ in range(8)
         ]
         server.stop()
-        texts = ["".join([chunk.choices[0].text async for chunk in stream]) for stream in streams]
+        texts = []
+        for stream in streams:
+            texts.append("".join([chunk.choices[0].text async for chunk in stream]))
     assert texts == [expected_text("x", 40)] * 8
     assert llm.engine.snapshot().state == "closed"
 

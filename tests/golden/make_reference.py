@@ -4,7 +4,7 @@
 
 The file it writes, all logits in fp32 and every gap the difference between the two largest logits (1e-4):
 
-* ``prompts[i]``: ``prompt_ids``, then ``token_ids`` and ``gaps`` of the greedy continuation (end tokens do not stop it);
+* ``prompts[i]``: ``prompt_ids``, then ``token_ids`` and ``gaps`` of the greedy continuation, which no end token stops;
 * ``windows[i]``: consecutive pieces of eval.txt, each seen without the ones before it. ``argmax[j]`` and ``gaps[j]``
   belong to the logits after ``token_ids[: j + 1]``; ``mean_nll`` (nats) is over the tokens that have one before them.
 """
@@ -29,7 +29,7 @@ WINDOW_TOKENS = 1024
 
 
 def load_model(gguf: Path) -> PreTrainedModel:
-    """The dequantised fp32 model; ``from_pretrained(gguf_file=...)`` gives the same weights but also needs accelerate."""
+    """The dequantised fp32 model; ``from_pretrained(gguf_file=...)`` gives the same but also needs accelerate."""
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=GOLDEN / "smollm2_reference.json")
     args = parser.parse_args()
 
+    torch.set_num_threads(1)  # the same order of sums whatever the number of cores
     model, tokenizer = load_model(args.gguf), load_tokenizer(args.gguf)
     prompts = json.loads((DATA / "prompts.json").read_text(encoding="utf-8"))
     text_ids = tokenizer((DATA / "eval.txt").read_text(encoding="utf-8")).input_ids[:NUM_EVAL_TOKENS]

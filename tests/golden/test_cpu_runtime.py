@@ -43,7 +43,9 @@ def cpu_runner(folder, weight_dtype, kv_dtype, spec=SPEC):
     )
 
 
-@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("fp32", 2e-5), ("bf16", 0.01), ("fp16", 0.002), ("int8", 0.02), ("fp8", 0.06)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "tolerance"), [("fp32", 2e-5), ("bf16", 0.01), ("fp16", 0.002), ("int8", 0.02), ("fp8", 0.06)]
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_steps_equal_the_graph_in_onnxruntime(tmp_path, kv_dtype, tolerance, tied, sequences, tables):
     spec = dataclasses.replace(SPEC, tie_embeddings=tied)
@@ -71,6 +73,14 @@ def test_packing_never_changes_a_bit(tmp_path, weight_dtype, kv_dtype, sequences
             assert np.array_equal(found[key], packed[key]), f"sequence {key[0]}, position {key[1]}"
 
 
+@pytest.mark.parametrize("weight_dtype", WeightDtype)
+def test_a_step_may_want_no_logits(tmp_path, weight_dtype, sequences, tables):
+    runner = cpu_runner(tmp_path, weight_dtype, KVDtype.FP8)
+    logits = runner.step(pack([Chunk(sequences[1][:40], 0, tables[1], wants_logits=False)], 32))
+    assert logits.shape == (0, SPEC.vocab_size)
+    assert len(runner.tokens) == 0
+
+
 def test_tokens_are_the_greedy_choice_of_the_logits(tmp_path, sequences, tables):
     runner = cpu_runner(tmp_path, WeightDtype.FP32, KVDtype.FP32)
     logits = runner.step(pack([Chunk(sequences[i], 0, tables[i]) for i in (0, 1)], 32))
@@ -82,9 +92,7 @@ def test_a_row_of_nan_fails_alone(tmp_path, sequences, tables):
     embedding = checkpoint.tensors["model.embed_tokens.weight"].copy()
     poisoned = sequences[0][0]
     embedding[poisoned] = np.nan
-    checkpoint = dataclasses.replace(
-        checkpoint, tensors={**checkpoint.tensors, "model.embed_tokens.weight": embedding}
-    )
+    checkpoint = dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, "model.embed_tokens.weight": embedding})
     path = write_cpu_plan(tmp_path / "nan.plan", checkpoint, WeightDtype.FP32, KVDtype.INT8, LIMITS)
     runner = CpuRunner(path, num_blocks=NUM_BLOCKS)
     clean = [token for token in sequences[1] if token != poisoned]

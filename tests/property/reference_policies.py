@@ -1,4 +1,4 @@
-"""The capacity policies as their specification writes them down: slow, over one list, with everything counted afresh."""
+"""The capacity policies as their specification writes them down: slow, over one list, counting everything afresh."""
 
 from collections import Counter
 from dataclasses import dataclass, field

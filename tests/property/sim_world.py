@@ -60,9 +60,7 @@ class World:
         self.runtime = FaultyRuntime(
             num_blocks=self.num_blocks, block_size=self.config.block_size, vocab_size=VOCAB_SIZE
         )
-        self.core = EngineCore(
-            self.runtime, self.config, tokenizer=None, eos_token_ids=[EOS], vocab_size=VOCAB_SIZE
-        )
+        self.core = EngineCore(self.runtime, self.config, tokenizer=None, eos_token_ids=[EOS], vocab_size=VOCAB_SIZE)
 
     @property
     def scheduler(self):
@@ -125,7 +123,7 @@ class World:
         assert self.scheduler.num_paused == sum(seq.num_pauses > 0 for seq in self.scheduler.waiting)
         for seq in self.scheduler.running:
             assert seq.room == len(seq.blocks) * self.config.block_size - seq.num_computed
-            assert 0 <= seq.room
+            assert seq.room >= 0
         for seq in self.scheduler.waiting:
             assert (seq.slot, seq.blocks, seq.num_computed) == (-1, [], 0)
         if self.config.scheduler_policy != "max_utilization":

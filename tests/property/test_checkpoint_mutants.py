@@ -1,9 +1,11 @@
-"""Damaged model files: whatever happens to the bytes, the answer is a trtcb error that comes quickly, or a usable model."""
+"""Damaged model files: whatever happens to the bytes, the answer is a quick trtcb error or a usable model."""
 
 import random
 import time
 import tracemalloc
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,8 +52,7 @@ def survive(action) -> bool:
     start = time.perf_counter()
     try:
         action()
-    except TrtcbError as error:
-        assert str(error)
+    except TrtcbError:
         return False
     finally:
         elapsed = time.perf_counter() - start
@@ -68,6 +69,10 @@ def use(checkpoint) -> None:
     Tokenizer(checkpoint.assets).encode("the 12 <s> é", add_special_tokens=True)
 
 
+def use_file(path: Path) -> None:
+    use(GgufCheckpoint(path))
+
+
 def test_gguf_mutants(tmp_path):
     tensors = stored_tensors(SMALL, random_tensors(SMALL)) | {"rope_freqs.weight": np.ones(8, np.float32)}
     path = write_gguf(tmp_path / "good.gguf", tensors, metadata_of(SMALL))
@@ -78,7 +83,7 @@ def test_gguf_mutants(tmp_path):
     for _ in range(MUTANTS):
         mutant = tmp_path / "mutant.gguf"
         mutant.write_bytes(mutate(content, header, rng))
-        survivors += survive(lambda: use(GgufCheckpoint(mutant)))
+        survivors += survive(partial(use_file, mutant))
         mutant.unlink()
     assert survivors < MUTANTS / 2
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.property.sim_world import World, random_config, random_requests
 
+
 @pytest.fixture(autouse=True)
 def _quiet(caplog):
     caplog.set_level(logging.CRITICAL, logger="trtcb")

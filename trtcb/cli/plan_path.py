@@ -3,17 +3,13 @@
 from pathlib import Path
 
 from trtcb.config import BuildConfig
-from trtcb.config_sources import did_you_mean
-from trtcb.errors import ModelNotFoundError, UsageError
+from trtcb.errors import UsageError
 
 
-def find_plan(plan: Path | None, model: str | None = None) -> Path:
-    """Return ``plan``, or where ``trtcb build --model MODEL`` puts its plan. Raises if it is not there."""
-    if (plan is None) == (model is None):
-        raise UsageError("name one plan: a file, or --model NAME for the plan that `trtcb build --model NAME` wrote")
-    path = plan if plan is not None else BuildConfig(model=str(model)).plan_path
-    if path.is_file():
-        return path
-    near = did_you_mean(path.name, sorted(file.name for file in path.parent.glob("*.plan")))
-    fix = near or f": run `trtcb build --model {model or 'NAME'}` first"
-    raise ModelNotFoundError(f"there is no plan {path}{fix}")
+def plan_path(plan: Path | None, model: str | None) -> Path:
+    """Return ``plan``, or where ``trtcb build --model MODEL`` puts its plan. Opening it tells whether it is there."""
+    if plan is not None and model is None:
+        return plan
+    if model is not None and plan is None:
+        return BuildConfig(model=model).plan_path
+    raise UsageError("name one plan: a file, or --model NAME for the plan that `trtcb build --model NAME` wrote")

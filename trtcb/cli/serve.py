@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtcb.cli.plan_path import find_plan
+from trtcb.cli.plan_path import plan_path
 from trtcb.config import ServeConfig
 from trtcb.config_sources import resolve
 
@@ -117,7 +117,7 @@ def serve(
     if show_config:
         print("\n".join(resolved.lines()))
     else:
-        _serve(find_plan(plan, model), resolved.config)
+        _serve(plan_path(plan, model), resolved.config)
 
 
 def _serve(path: Path, config: ServeConfig) -> None:
@@ -134,7 +134,7 @@ def _serve(path: Path, config: ServeConfig) -> None:
     def load() -> "AsyncLLM":
         from trtcb.executor.llm import AsyncLLM  # seconds of imports: only once the address is ours
 
-        return AsyncLLM.from_plan(path, config.engine)
+        return AsyncLLM.from_plan(path, config.engine, verify=config.verify)
 
     code = serve_http(load, config.server, lambda server: print(banner(server, header, config), flush=True))
     raise typer.Exit(code)

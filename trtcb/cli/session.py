@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtcb.cli.plan_path import find_plan
+from trtcb.cli.plan_path import plan_path
 from trtcb.config import ServeConfig
 from trtcb.config_sources import resolve
 from trtcb.errors import TrtcbError
@@ -51,7 +51,7 @@ class Session:
         from trtcb.executor.llm import AsyncLLM
         from trtcb.plan import Plan
 
-        path = find_plan(plan, model)
+        path = plan_path(plan, model)
         with Plan.open(path, verify="header") as opened:
             limits = opened.header.limits
         config = resolve(ServeConfig, flags=settings).config.fit(limits)

@@ -1,0 +1,71 @@
+"""The law that finds most bugs: a request's tokens are those of its solo run, whatever else the engine does."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trtcb import LLM, SamplingParams
+
+pytestmark = pytest.mark.model
+
+PROMPTS = json.loads((Path(__file__).parents[1] / "golden" / "smollm2_reference.json").read_text())["prompts"]
+SHARED = PROMPTS[0]["prompt_ids"] + [id for prompt in PROMPTS for id in prompt["prompt_ids"]][:96]
+
+
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Requests that differ in length, share prefixes, stop differently, and are greedy or drawn."""
+    prompts = [prompt["prompt_ids"] for prompt in PROMPTS[:12]]
+    prompts += [SHARED + prompt["prompt_ids"][:5] for prompt in PROMPTS[:4]]  # three whole blocks in common
+    prompts += [SHARED, SHARED]
+    params = [
+        SamplingParams(
+            max_tokens=8 + 5 * (i % 7),
+            temperature=0.0 if i % 3 else 0.9,
+            top_p=0.95,
+            top_k=50 * (i % 2),
+            seed=i,
+            ignore_eos=bool(i % 2),
+            stop=("\n\n",) if i % 4 == 0 else (),
+        )
+        for i in range(len(prompts))
+    ]
+    return prompts, params
+
+
+SETTINGS = {
+    "chunk 32": {"max_num_tokens": 32, "prefix_caching": False},
+    "chunk 64, reuse": {"max_num_tokens": 64},
+    "chunk 512, reuse": {"max_num_tokens": 512},
+    "chunk 512": {"max_num_tokens": 512, "prefix_caching": False},
+    "equal progress": {"max_num_tokens": 96, "chunk_policy": "equal_progress"},
+    "static batch": {"scheduler_policy": "static_batch", "max_batch_size": 5},
+    "pauses": {"scheduler_policy": "max_utilization", "num_blocks": 10},
+    "pauses, chunk 64, no reuse": {
+        "scheduler_policy": "max_utilization",
+        "num_blocks": 8,
+        "max_num_tokens": 64,
+        "prefix_caching": False,
+    },
+}
+
+
+@pytest.mark.parametrize(("weight_dtype", "kv_dtype"), [("bf16", "fp8"), ("fp32", "fp32")])
+def test_tokens_equal_the_solo_run(smollm2_plan, weight_dtype, kv_dtype):
+    plan = smollm2_plan(weight_dtype, kv_dtype)
+    prompts, params = workload()
+    with LLM(plan, max_batch_size=1, prefix_caching=False, max_seq_len=1024) as llm:
+        solo = [llm.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    assert any(completion.text for completion in solo)
+    for name, settings in SETTINGS.items():
+        steps = []
+        with LLM(plan, on_step=steps.append, **{"max_batch_size": 16, "max_seq_len": 700, **settings}) as llm:
+            together = llm.generate(prompts, params)
+        pauses = sum(step.num_pauses for step in steps)
+        for i, (mine, alone) in enumerate(zip(together, solo, strict=True)):
+            assert mine.token_ids == alone.token_ids, f"{name}: request {i}"
+            assert (mine.text, mine.finish_reason) == (alone.text, alone.finish_reason), f"{name}: request {i}"
+        if "pauses" in name:
+            assert pauses > 0, name
+        if settings.get("prefix_caching", True) and settings.get("scheduler_policy") is None:
+            assert sum(completion.num_cached_tokens for completion in together) >= 96, name

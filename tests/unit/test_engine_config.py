@@ -1,0 +1,89 @@
+"""Settings that cannot be honoured are refused by name, with the fix."""
+
+import dataclasses
+
+import pytest
+
+from trtcb.errors import UsageError
+from trtcb.executor.config import EngineConfig
+from trtcb.spec import BuildLimits
+
+
+def test_defaults_are_valid_and_frozen():
+    config = EngineConfig()
+    assert (config.scheduler_policy, config.chunk_policy) == ("guaranteed_no_evict", "first_come_first_served")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_batch_size = 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("scheduler_policy", "max_utilisation", "did you mean 'max_utilization'"),
+        ("scheduler_policy", "GUARANTEED-NO-EVICT", "did you mean 'guaranteed_no_evict'"),
+        ("scheduler_policy", "fastest", "Choose one of guaranteed_no_evict, max_utilization, static_batch"),
+        ("chunk_policy", "equal", "Choose one of first_come_first_served, equal_progress"),
+        ("queue_policy", "wfq", "Choose one of fcfs"),
+        ("max_batch_size", 0, "max_batch_size must be a whole number of at least 1, not 0"),
+        ("max_num_tokens", -1, "max_num_tokens"),
+        ("max_seq_len", True, "max_seq_len"),
+        ("block_size", 1.5, "block_size"),
+        ("max_queue_size", 0, "max_queue_size"),
+        ("num_blocks", 0, "num_blocks"),
+        ("kv_memory_bytes", 0, "kv_memory_bytes"),
+        ("default_max_tokens", 0, "default_max_tokens"),
+        ("threads", 0, "threads"),
+        ("kv_memory_fraction", 0.0, "above 0 and up to 1"),
+        ("kv_memory_fraction", 1.01, "above 0 and up to 1"),
+        ("kv_memory_fraction", float("nan"), "above 0 and up to 1"),
+    ],
+)
+def test_bad_values_are_named(setting, value, message):
+    with pytest.raises(UsageError, match=message):
+        EngineConfig(**{setting: value})
+
+
+def test_two_sizes_of_the_pool_are_refused():
+    with pytest.raises(UsageError, match="give one of them"):
+        EngineConfig(num_blocks=10, kv_memory_bytes=1 << 20)
+
+
+def test_chunks_need_a_budget_of_one_block():
+    with pytest.raises(UsageError, match="raise max_num_tokens \\(31\\)"):
+        EngineConfig(max_num_tokens=31, block_size=32)
+    EngineConfig(max_num_tokens=31, block_size=32, chunked_prefill=False)
+
+
+def test_a_restart_must_fit_into_one_step_without_chunks():
+    with pytest.raises(UsageError, match="turn chunked_prefill on"):
+        EngineConfig(scheduler_policy="max_utilization", chunked_prefill=False, max_num_tokens=99, max_seq_len=100)
+    EngineConfig(scheduler_policy="max_utilization", chunked_prefill=False, max_num_tokens=100, max_seq_len=100)
+
+
+class TestWithinLimits:
+    LIMITS = BuildLimits(max_batch_size=8, max_num_tokens=256, max_seq_len=1024, block_size=64)
+
+    def test_defaults_give_way(self):
+        config = EngineConfig().within(self.LIMITS)
+        assert (config.max_batch_size, config.max_num_tokens, config.max_seq_len, config.block_size) == (
+            8,
+            256,
+            1024,
+            64,
+        )
+
+    def test_lower_values_are_kept(self):
+        config = EngineConfig(max_batch_size=4, max_seq_len=100, block_size=64).within(self.LIMITS)
+        assert (config.max_batch_size, config.max_num_tokens, config.max_seq_len) == (4, 256, 100)
+
+    @pytest.mark.parametrize(
+        ("setting", "value", "message"),
+        [
+            ("max_batch_size", 9, "max_batch_size 9 does not fit this plan, which was built for at most 8"),
+            ("max_seq_len", 2000, "rebuild with --max-seq-len 2000"),
+            ("block_size", 16, "block_size 16 does not fit this plan, which was built for exactly 64"),
+        ],
+    )
+    def test_what_was_asked_for_is_never_changed_silently(self, setting, value, message):
+        with pytest.raises(UsageError, match=message):
+            EngineConfig(**{setting: value}).within(self.LIMITS)
