@@ -42,7 +42,7 @@ def estimate(
     limits: BuildLimits,
     available_bytes: int,
     kv_memory_bytes: int | None = None,
-    kv_memory_fraction: float = 0.5,
+    kv_memory_fraction: float = 0.9,
 ) -> MemoryEstimate:
     """Estimate a build of ``spec``. Without ``kv_memory_bytes`` the pool gets what the fraction leaves."""
     item = 4 if weight_dtype is WeightDtype.FP32 else 2

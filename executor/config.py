@@ -18,8 +18,8 @@ class EngineConfig:
 
     ``max_num_tokens`` bounds the tokens of one step, ``max_seq_len`` prompt and output of one request together.
     ``queue_policy="fcfs"`` is upstream's order: higher ``Request.priority`` first, ties by arrival. The pool is sized
-    by ``num_blocks``, else by ``kv_memory_bytes``, else by ``kv_memory_fraction`` of what is free. ``max_queue_size``
-    counts requests that were never started. ``default_max_tokens`` stands in for an omitted ``max_tokens``.
+    by ``num_blocks``, else by ``kv_memory_bytes``, else by what ``kv_memory_fraction`` of the free memory leaves beside
+    the weights. ``max_queue_size`` counts requests that were never started. ``default_max_tokens`` stands in for an omitted ``max_tokens``.
     """
 
     scheduler_policy: str = "guaranteed_no_evict"
@@ -33,7 +33,7 @@ class EngineConfig:
     prefix_caching: bool = True
     num_blocks: int | None = None
     kv_memory_bytes: int | None = None
-    kv_memory_fraction: float = 0.5
+    kv_memory_fraction: float = 0.9
     max_queue_size: int = 256
     default_max_tokens: int | None = None
     threads: int | None = None

@@ -211,7 +211,7 @@ class Engine:
         with self._changed:
             if self._is_ended:
                 return
-            self._is_ended = self._is_closing = True  # from here on, nobody else is accepted
+            self._is_ended = True
             self._inbox.clear()
         outcome = self._fail_core(reason)
         told = _ended(outcome.deltas)

@@ -60,7 +60,8 @@ def pack_linear(weight: torch.Tensor) -> Linear:
 def _has_packed_ops() -> bool:
     import torch
 
-    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return True
     warnings.warn(
         "this torch has no prepacked oneDNN linears, products may take three times as long: pip install torch==2.13.0",

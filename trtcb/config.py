@@ -117,7 +117,7 @@ class ServeConfig(BaseModel):
     prefix_caching: bool = True
     num_blocks: Positive | None = None
     kv_memory_bytes: Annotated[Bytes, Field(ge=1)] | None = None
-    kv_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    kv_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     max_queue_size: Annotated[int, Field(ge=0)] = 256
     default_max_tokens: Positive | None = None
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None

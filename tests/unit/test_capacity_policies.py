@@ -202,9 +202,10 @@ class TestPrefixes:
         bench.step()
         assert bench.scheduler.pool.lookup(seq.keys[0]) is not None
         bench.scheduler.fail(seq)
-        bench.add("b", 60, 5, prompt=prompt)
-        assert bench.step() == {"b": 20}
         assert bench.scheduler.pool.num_cached == 0
+        bench.add("b", 60, 5, prompt=prompt)
+        bench.step()
+        assert bench.sequences["b"].num_cached_tokens == 0
 
     def test_a_row_without_valid_logits_publishes_nothing(self):
         bench = Bench("guaranteed_no_evict", 100, prefix_caching=True)
@@ -226,6 +227,36 @@ class TestPrefixes:
         step = bench.schedule()
         assert [seq.request_id for seq in step.paused] == ["b", "a"]
         assert [seq.request_id for seq in step.started] == ["c"]
+
+    def test_a_victims_blocks_that_a_newcomer_has_claimed_are_not_counted_as_freed(self):
+        bench = Bench("max_utilization", 8, prefix_caching=True)
+        prompt = tuple(range(25))
+        bench.add("victim", 25, 25, prompt=prompt, priority=0.1)
+        bench.step()
+        bench.add("sharer", 25, 25, prompt=prompt, priority=0.9)  # 1 block beside the two that `victim` holds
+        bench.add("other", 50, 5, priority=0.8)  # 5 blocks: 4 are left free, and pausing `victim` frees only 1
+        step = bench.schedule()
+        assert [seq.request_id for seq in step.paused] == ["victim"]
+        assert [seq.request_id for seq in step.started] == ["sharer", "other"]
+        assert bench.scheduler.pool.num_free == 0
+        bench = Bench("max_utilization", 7, prefix_caching=True)
+        bench.add("victim", 25, 25, prompt=prompt, priority=0.1)
+        bench.step()
+        bench.add("sharer", 25, 25, prompt=prompt, priority=0.9)
+        bench.add("other", 50, 5, priority=0.8)
+        assert [seq.request_id for seq in bench.schedule().started] == ["sharer"]
+
+    def test_nobody_waits_for_a_block_behind_one_that_is_lost(self):
+        bench = Bench("guaranteed_no_evict", 100, prefix_caching=True, max_num_tokens=61)
+        stem = tuple(range(20))
+        bench.add("a", 200, 5, prompt=(*stem, *range(100, 280)))
+        bench.step()
+        broken = bench.add("broken", 21, 5, prompt=(*stem, 1))
+        bench.step()
+        bench.scheduler.fail(broken)  # takes the shared beginning of a's prompt out of the cache
+        bench.add("again", 200, 5, prompt=(*stem, *range(100, 280)))
+        active = bench.scheduler._active_list()
+        assert not active.beneficial_to_skip(bench.sequences["again"])
 
 
 class TestPause:
@@ -295,6 +326,16 @@ def test_a_pass_costs_nothing_per_waiting_request():
         bench = Bench(policy, 1000, max_batch_size=4, prefix_caching=True)
         for number in range(500):
             bench.add(f"r{number}", 10, 30)
+        bench.step()
+        bench.scheduler.waiting = Watched(bench.scheduler.waiting)
+        Watched.looked_at = 0
+        bench.step()
+        assert Watched.looked_at <= 1, policy
+
+        # Nor if all that wait would wait for one prefix anyway.
+        bench = Bench(policy, 1000, max_batch_size=1, max_num_tokens=20, prefix_caching=True)
+        for number in range(500):
+            bench.add(f"r{number}", 50, 30, prompt=tuple(range(50)))
         bench.step()
         bench.scheduler.waiting = Watched(bench.scheduler.waiting)
         Watched.looked_at = 0

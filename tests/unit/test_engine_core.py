@@ -140,6 +140,17 @@ class TestEnds:
         driver.core.scheduler.pause(driver.core.scheduler.running[0])
         assert driver.run().answer("r") == ([0, 1, 2, 3, 25], "abcd", FinishReason.STOP)
 
+    def test_nothing_behind_a_stop_string_is_sent_even_if_it_was_held_back(self):
+        class Utf8:
+            def decode(self, ids):
+                return bytes(ids).decode("utf-8", "replace")
+
+        driver = Driver({5: [97, *[255] * 20]}, tokenizer=Utf8())
+        driver.add("r", 5, stop=("\ufffd" * 4,))
+        tokens, text, reason = driver.run().answer("r")
+        assert (text, reason) == ("a", FinishReason.STOP)
+        assert len(tokens) < 12
+
     def test_cached_prompt_tokens_are_reported(self):
         driver = Driver({5: [0, 25, 0, 25]})
         driver.add("a", 5, 1, 2, 3, 4, 5)
@@ -217,6 +228,17 @@ class TestErrors:
         assert driver.answer("a")[::2] == ([0], FinishReason.ERROR)
         assert "no valid probabilities" in driver.deltas["a"][-1].error
         assert driver.answer("b")[::2] == ([1, 1, 25], FinishReason.STOP)
+        failed = next(f for s in driver.stats for f in s.finished if f.request_id == "a")
+        assert failed.num_generated_tokens == 1
+
+    def test_what_a_failed_request_computed_is_not_found_again(self):
+        driver = Driver({0: [1, -1, 25]})
+        driver.add("a", 0, *range(10))
+        driver.run()
+        assert driver.stats[-1].cached_blocks == 0
+        driver.add("b", 0, *range(10))
+        driver.run()
+        assert driver.deltas["b"][-1].num_cached_tokens == 0
 
     def test_any_other_failure_fails_the_batch_but_not_the_queue(self):
         driver = Driver({first: [first, 25] for first in range(4)}, max_batch_size=2)

@@ -180,10 +180,23 @@ class TestAsync:
             await idle(served)
             assert len([d async for d in served.stream(request("r"))]) == 8
 
+    async def test_a_late_end_of_one_request_is_not_taken_for_the_nexts(self):
+        async with serving() as served:
+            stream = served.stream(request("r", max_tokens=150))
+            await anext(stream)
+            await stream.aclose()
+            assert served.engine.wait_idle(WAIT_S)  # holds the loop up: it has not heard of the end yet
+            with pytest.raises(RequestError, match="in use"):
+                await anext(served.stream(request("r")))
+            await asyncio.sleep(0.02)
+            assert len([d async for d in served.stream(request("r"))]) == 8
+
     async def test_a_reader_that_never_reads_is_cut_off_and_others_are_not(self, monkeypatch):
         monkeypatch.setattr(llm_module, "MAX_STREAM_BACKLOG", 20)
         async with serving() as served:
             served.runtime.step_time_s = 0.005
+            ends = {}
+            served.observe_steps(lambda stats: ends.update({f.request_id: f.reason for f in stats.finished}))
             slow = served.stream(request("slow", max_tokens=150))
             await anext(slow)
             assert len([d async for d in served.stream(request("quick", max_tokens=50))]) == 50
@@ -193,6 +206,7 @@ class TestAsync:
             assert [d.finish_reason for d in rest] == [None] * 20 + [FinishReason.ERROR]
             assert "The reader fell 20 tokens behind" in rest[-1].error
             assert served._streams == {}
+            assert ends == {"slow": FinishReason.ABORT, "quick": FinishReason.LENGTH}
 
     async def test_a_backlog_that_ends_in_time_is_whole(self, monkeypatch):
         monkeypatch.setattr(llm_module, "MAX_STREAM_BACKLOG", 7)

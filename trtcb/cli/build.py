@@ -60,8 +60,9 @@ def build(
         str | None, typer.Option("--kv-memory", help="Pool to count blocks for, such as 2GiB.", show_default=False)
     ] = None,
     kv_memory_fraction: Annotated[
-        float, typer.Option("--kv-memory-fraction", min=0.01, max=1.0, help="Or its share of the memory.")
-    ] = 0.5,
+        float,
+        typer.Option("--kv-memory-fraction", min=0.01, max=1.0, help="Share of the free memory for weights and pool."),
+    ] = 0.9,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what it would take, and build nothing.")] = False,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print every setting with its origin, and build nothing.")

@@ -65,7 +65,9 @@ def serve(
     ] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV pool in blocks.", show_default=False)] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool in bytes, such as 2GiB.", show_default=False)] = None,
-    kv_memory_fraction: Annotated[float | None, typer.Option(help="KV pool as a share of free memory. [0.5]")] = None,
+    kv_memory_fraction: Annotated[
+        float | None, typer.Option(help="Share of the free memory for weights and pool. [0.9]")
+    ] = None,
     max_queue_size: Annotated[int | None, typer.Option(help="Waiting requests before clients get 429. [256]")] = None,
     default_max_tokens: Annotated[
         int | None, typer.Option(help="For requests that name no limit. [what max_seq_len leaves]")
