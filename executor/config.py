@@ -19,7 +19,8 @@ class EngineConfig:
     ``max_num_tokens`` bounds the tokens of one step, ``max_seq_len`` prompt and output of one request together.
     ``queue_policy="fcfs"`` is upstream's order: higher ``Request.priority`` first, ties by arrival. The pool is sized
     by ``num_blocks``, else by ``kv_memory_bytes``, else by what ``kv_memory_fraction`` of the free memory leaves beside
-    the weights. ``max_queue_size`` counts requests that were never started. ``default_max_tokens`` stands in for an omitted ``max_tokens``.
+    the weights. ``max_queue_size`` counts requests that were never started. ``default_max_tokens`` stands in for an
+    omitted ``max_tokens``.
     """
 
     scheduler_policy: str = "guaranteed_no_evict"

@@ -1,113 +1,64 @@
-"""The portable CPU engine: a plan's call list over oneDNN products and compiled kernels, with its paged KV pool."""
+"""The ``cpu`` target's runtime: a CPU engine on a thread of its own, which stands for the device."""
 
 from __future__ import annotations
 
-import json
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from trtcb.errors import PlanError
-from trtcb.executor.runtime import Batch, Int32
-from trtcb.plugins.cpu import threads
-from trtcb.program import Program
+from trtcb.executor.portable_engine import PortableEngine
+from trtcb.executor.runtime import Batch, Float32, Int32
 
 if TYPE_CHECKING:
-    from trtcb.executor.call_list import Op, Step
     from trtcb.plan import Plan
-    from trtcb.plugins.cpu.kernels import PoolAddresses
-    from trtcb.plugins.cpu.pools import PoolArrays
 
 
 class CpuRuntime:
-    """Runs a ``cpu`` plan; see :class:`~trtcb.executor.runtime.Runtime`. A step runs inside :meth:`launch`.
+    """Runs a ``cpu`` plan, which it owns and closes; see :class:`~trtcb.executor.runtime.Runtime`.
 
-    The pool is zeroed memory that the system hands out as it is first touched. The runtime owns the plan and closes it.
+    Loading and every step happen on one thread. OpenMP keeps a team of workers for each thread that ever ran a parallel
+    loop, and once there are more of them than cores, it stops letting idle ones spin: steps then take up to 1.5 times
+    as long (measured at batch 32). A process should therefore have one such runtime open at a time.
     """
 
     def __init__(
         self, plan: Plan, *, num_blocks: int, max_num_tokens: int, max_num_logits: int, num_threads: int | None = None
     ) -> None:
-        self._plan = plan
         self.num_blocks = num_blocks
         self.block_size = plan.header.limits.block_size
         self.healthy = True  # a failed step leaves nothing half done that the next one would read
-        self.thread_layer = threads.configure(num_threads)  # before torch, so that both share one team
-
-        import torch
-
-        from trtcb.executor.call_list import allocate_values, bind_program
-        from trtcb.executor.portable_ops import PortableOps
-        from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
-        from trtcb.plugins.cpu.pools import allocate_pools
-        from trtcb.plugins.cpu.sampling import Sampler
-
-        torch.set_num_threads(self.thread_layer.num_threads)
-        header = plan.header
-        config = KernelConfig.of(header.model, header.kv_dtype, header.weight_dtype, self.block_size)
-        self._kernels = load_kernels(config)
-        self._pools: list[PoolArrays] = [allocate_pools(config, num_blocks) for _ in range(header.model.num_layers)]
-        program = _read_program(plan)
-        self._values = allocate_values(program, max(2, max_num_tokens), max(2, max_num_logits))
-        self._ops = PortableOps(plan, self._kernels, [_addresses(pools) for pools in self._pools])
-        self._calls: tuple[Op, ...] = bind_program(program, self._values, self._ops.table())
-        self._sampler = Sampler(header.model.vocab_size)
-        self._tokens: Int32 = np.zeros(0, np.int32)
+        self._plan = plan
+        self._device = ThreadPoolExecutor(1, thread_name_prefix="trtcb-cpu")
+        self._steps: deque[Future[Int32]] = deque()
+        try:
+            self._engine = self._device.submit(
+                PortableEngine,
+                plan,
+                num_blocks=num_blocks,
+                max_num_tokens=max_num_tokens,
+                max_num_logits=max_num_logits,
+                num_threads=num_threads,
+            ).result()
+        except BaseException:
+            self._device.shutdown()
+            raise
 
     def launch(self, batch: Batch) -> None:
-        """Run one step to its end."""
-        step = _step(batch)
-        self._ops.attention = self._kernels.plan_attention(
-            step.cu_q, step.positions, step.num_sequences, step.num_tokens
-        )
-        for call in self._calls:
-            call(step)
-        self._tokens = self._sampler.sample(self._values["logits"].data_ptr(), batch.sampling)
+        """Start one step."""
+        self._steps.append(self._device.submit(self._engine.run, batch))
 
     def wait(self) -> Int32:
-        """Tokens of the step; -1 where a row's logits were not numbers."""
-        return self._tokens
+        """Tokens of the oldest step; -1 where a row's logits were not numbers."""
+        return self._steps.popleft().result()
 
-    def logits(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        """Logits ``[NL, vocab]`` of the last step, for evaluation; overwritten by the next."""
-        array: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = self._values["logits"].numpy()
-        return array
+    def logits(self) -> Float32:
+        """Logits ``[NL, vocab]`` of the last step, for evaluation; the next one overwrites them."""
+        return self._engine.logits()
 
     def close(self) -> None:
-        """Drop pools and weights, and close the plan."""
-        self.healthy = False
-        self._calls = ()
-        self._ops.close()
-        self._pools.clear()
-        self._values.clear()
-        self._plan.close()
-
-
-def _addresses(pools: PoolArrays) -> PoolAddresses:
-    from trtcb.plugins.cpu.kernels import PoolAddresses
-
-    return PoolAddresses(**{name: array.ctypes.data for name, array in pools.items()})
-
-
-def _read_program(plan: Plan) -> Program:
-    try:
-        return Program.from_json(json.loads(bytes(plan.section("program"))))
-    except (ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"section 'program' of {plan.path} is not a call list ({error}); rebuild the plan") from error
-
-
-def _step(batch: Batch) -> Step:
-    from trtcb.executor.call_list import Step
-
-    return Step(
-        num_tokens=len(batch.input_ids),
-        num_logits=len(batch.logit_index),
-        num_sequences=len(batch.cu_q) - 1,
-        table_width=batch.block_tables.shape[1],
-        input_ids=batch.input_ids.ctypes.data,
-        positions=batch.positions.ctypes.data,
-        slot_mapping=batch.slot_mapping.ctypes.data,
-        cu_q=batch.cu_q.ctypes.data,
-        block_tables=batch.block_tables.ctypes.data,
-        logit_index=batch.logit_index.ctypes.data,
-    )
+        """Finish the running step, drop pools and weights, and close the plan."""
+        if self.healthy:
+            self.healthy = False
+            self._device.submit(self._engine.close).result()
+            self._device.shutdown()
+            self._plan.close()

@@ -2,10 +2,12 @@
 
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 
 from tests.property.sim_world import World, random_config, random_requests
+from trtcb.executor.config import EngineConfig
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +63,26 @@ def test_tokens_equal_the_solo_run(policy):
 def test_tokens_equal_the_solo_run_at_length(policy, thousand):
     for seed in range(1000 * (thousand + 1), 1000 * (thousand + 2)):
         run(seed, policy)
+
+
+def test_chaos_in_a_tiny_pool():
+    """64 mixed requests that share a beginning, a third of them aborted, in a pool that holds two at their longest."""
+    rng = random.Random(7)
+    requests = [
+        replace(r, params=replace(r.params, max_tokens=rng.randint(15, 40), ignore_eos=True, stop_token_ids=()))
+        for r in random_requests(rng, 64)
+    ]
+    longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests)
+    config = EngineConfig(
+        scheduler_policy="max_utilization", block_size=2, max_batch_size=16, max_num_tokens=32, max_seq_len=longest
+    )
+    world = World(config, 2 * -(-longest // 2))
+    for request in requests:
+        world.submit(request)
+    doomed = rng.sample([r.request_id for r in requests], 20)
+    while world.core.has_work:
+        if doomed and rng.random() < 0.1:
+            world.abort(doomed.pop())
+        world.step()
+    world.finish()
+    assert world.num_pauses >= 50

@@ -1,0 +1,100 @@
+"""The portable CPU engine: a plan's call list over oneDNN products and compiled kernels, with its paged KV pool."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from trtcb.errors import PlanError
+from trtcb.executor.runtime import Batch, Float32, Int32
+from trtcb.plugins.cpu import threads
+from trtcb.program import Program
+
+if TYPE_CHECKING:
+    from trtcb.executor.call_list import Op, Step
+    from trtcb.plan import Plan
+    from trtcb.plugins.cpu.kernels import PoolAddresses
+    from trtcb.plugins.cpu.pools import PoolArrays
+
+
+class PortableEngine:
+    """Runs the steps of a ``cpu`` plan on the thread that made it; no other may touch it.
+
+    The pool is zeroed memory that the system hands out as it is first touched. The plan must stay open meanwhile.
+    """
+
+    def __init__(
+        self, plan: Plan, *, num_blocks: int, max_num_tokens: int, max_num_logits: int, num_threads: int | None = None
+    ) -> None:
+        self.thread_layer = threads.configure(num_threads)  # before torch, so that both share one team
+
+        import torch
+
+        from trtcb.executor.call_list import allocate_values, bind_program
+        from trtcb.executor.portable_ops import PortableOps
+        from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
+        from trtcb.plugins.cpu.pools import allocate_pools
+        from trtcb.plugins.cpu.sampling import Sampler
+
+        torch.set_num_threads(self.thread_layer.num_threads)
+        header = plan.header
+        config = KernelConfig.of(header.model, header.kv_dtype, header.weight_dtype, header.limits.block_size)
+        self._kernels = load_kernels(config)
+        self._pools: list[PoolArrays] = [allocate_pools(config, num_blocks) for _ in range(header.model.num_layers)]
+        program = _read_program(plan)
+        self._values = allocate_values(program, max(2, max_num_tokens), max(2, max_num_logits))
+        self._ops = PortableOps(plan, self._kernels, [_addresses(pools) for pools in self._pools])
+        self._calls: tuple[Op, ...] = bind_program(program, self._values, self._ops.table())
+        self._sampler = Sampler(header.model.vocab_size)
+
+    def run(self, batch: Batch) -> Int32:
+        """Tokens ``[NL]`` of one step; -1 where a row's logits were not numbers."""
+        step = _step(batch)
+        self._ops.attention = self._kernels.plan_attention(
+            step.cu_q, step.positions, step.num_sequences, step.num_tokens
+        )
+        for call in self._calls:
+            call(step)
+        return self._sampler.sample(self._values["logits"].data_ptr(), batch.sampling)
+
+    def logits(self) -> Float32:
+        """Logits ``[NL, vocab]`` of the last step, for evaluation; overwritten by the next."""
+        array: Float32 = self._values["logits"].numpy()
+        return array
+
+    def close(self) -> None:
+        """Drop pools and weights, and let go of the plan."""
+        self._calls = ()
+        self._ops.close()
+        self._pools.clear()
+        self._values.clear()
+
+
+def _addresses(pools: PoolArrays) -> PoolAddresses:
+    from trtcb.plugins.cpu.kernels import PoolAddresses
+
+    return PoolAddresses(**{name: array.ctypes.data for name, array in pools.items()})
+
+
+def _read_program(plan: Plan) -> Program:
+    try:
+        return Program.from_json(json.loads(bytes(plan.section("program"))))
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"section 'program' of {plan.path} is not a call list ({error}); rebuild the plan") from error
+
+
+def _step(batch: Batch) -> Step:
+    from trtcb.executor.call_list import Step
+
+    return Step(
+        num_tokens=len(batch.input_ids),
+        num_logits=len(batch.logit_index),
+        num_sequences=len(batch.cu_q) - 1,
+        table_width=batch.block_tables.shape[1],
+        input_ids=batch.input_ids.ctypes.data,
+        positions=batch.positions.ctypes.data,
+        slot_mapping=batch.slot_mapping.ctypes.data,
+        cu_q=batch.cu_q.ctypes.data,
+        block_tables=batch.block_tables.ctypes.data,
+        logit_index=batch.logit_index.ctypes.data,
+    )
