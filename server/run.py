@@ -32,7 +32,8 @@ _WARM_UP_PROMPT_TOKENS = 8
 # Together these stay below the two seconds that a second signal may take, even if the engine is stuck.
 _CUT_GRACE_S = 0.5  # for the error events of requests that shutdown ends
 _CONNECTION_GRACE_S = 0.25  # for a handler to end, and again for it to be cancelled
-_ENGINE_GRACE_S = 0.5
+_ENGINE_GRACE_S = 0.5  # for a step that is still running when the server had to stop
+_RELEASE_GRACE_S = 30.0  # for an idle engine to give its memory back
 _FAULT_POLL_S = 1.0
 
 
@@ -105,6 +106,7 @@ class HttpServer:
         runner = web.AppRunner(self._app, handler_cancellation=True, shutdown_timeout=_CONNECTION_GRACE_S)
         await runner.setup()
         listener: asyncio.Server | None = None
+        is_complete = False
         try:
             try:
                 listener = await listen(runner, self._config, self._sock)
@@ -124,7 +126,7 @@ class HttpServer:
                 listener.close()
             await runner.cleanup()
             try:
-                await asyncio.wait_for(self._llm.close(), _ENGINE_GRACE_S)
+                await asyncio.wait_for(self._llm.close(), _RELEASE_GRACE_S if is_complete else _ENGINE_GRACE_S)
             except asyncio.TimeoutError:
                 _log.error("the engine is stuck in a step and was left behind")
 

@@ -1,0 +1,85 @@
+"""The main job: SmolLM2-135M from a plan with an fp8 KV cache, asked through the official client."""
+
+import asyncio
+
+import openai
+import pytest
+
+from tests.e2e.served import served
+from trtcb.executor.config import EngineConfig
+from trtcb.executor.llm import AsyncLLM
+
+pytestmark = pytest.mark.model
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+async def test_the_openai_client_works_on_the_real_model(smollm2_plan):
+    llm = AsyncLLM.from_plan(smollm2_plan("bf16", "fp8"), EngineConfig(max_batch_size=8, num_blocks=256))
+    async with (
+        served(llm) as server,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api,
+    ):
+        [model] = [model.id async for model in api.models.list()]
+        await check_completion(api, model)
+        await check_chat(api, model)
+        await check_streamed_chat_with_usage(api, model)
+        await check_stop_string(api, model)
+        await check_cancelled_stream(api, model, llm)
+
+
+async def check_completion(api, model):
+    answer = await api.completions.create(model=model, prompt="The capital of France is", max_tokens=2, temperature=0)
+    assert answer.choices[0].text.startswith(" Paris")
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 2)
+
+
+async def check_chat(api, model):
+    answer = await api.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=32)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def check_streamed_chat_with_usage(api, model):
+    stream = await api.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=32,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert "Paris" in text
+    assert len(chunks) > 5  # it really came piece by piece
+    assert chunks[-1].usage.completion_tokens >= 5
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 32  # the question was asked before
+
+
+async def check_stop_string(api, model):
+    prompt = "Count: one, two, three, four, five,"
+    whole = await api.completions.create(model=model, prompt=prompt, max_tokens=24, temperature=0)
+    text = whole.choices[0].text
+    stop = text[6:10]
+    cut = await api.completions.create(model=model, prompt=prompt, max_tokens=24, temperature=0, stop=[stop])
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+async def check_cancelled_stream(api, model, llm):
+    stream = await api.completions.create(
+        model=model, prompt="Once upon a time", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    async for _ in stream:
+        break
+    assert llm.engine.snapshot().used_blocks > 0
+    await stream.close()
+    for _ in range(200):
+        if llm.engine.snapshot().num_running == 0:
+            break
+        await asyncio.sleep(0.01)
+    picture = llm.engine.snapshot()
+    assert picture.used_blocks == 0
+    assert picture.free_blocks + picture.cached_blocks == picture.num_blocks
