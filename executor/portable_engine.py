@@ -32,16 +32,18 @@ class PortableEngine:
 
         from trtcb.executor.call_list import allocate_values, bind_program
         from trtcb.executor.portable_ops import PortableOps
+        from trtcb.executor.program_check import check_program
         from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
         from trtcb.plugins.cpu.pools import allocate_pools
         from trtcb.plugins.cpu.sampling import Sampler
 
         torch.set_num_threads(self.thread_layer.num_threads)
         header = plan.header
+        program = _read_program(plan)
+        check_program(program, header, plan.tensors)
         config = KernelConfig.of(header.model, header.kv_dtype, header.weight_dtype, header.limits.block_size)
         self._kernels = load_kernels(config)
         self._pools: list[PoolArrays] = [allocate_pools(config, num_blocks) for _ in range(header.model.num_layers)]
-        program = _read_program(plan)
         self._values = allocate_values(program, max(2, max_num_tokens), max(2, max_num_logits))
         self._ops = PortableOps(plan, self._kernels, [_addresses(pools) for pools in self._pools])
         self._calls: tuple[Op, ...] = bind_program(program, self._values, self._ops.table())

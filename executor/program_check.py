@@ -1,0 +1,113 @@
+"""Checks a plan's program before it is bound: the kernels trust every width and index they are given.
+
+A plan's hashes only say that it is what was written. Whether its call list fits its model, its weights and the kernels
+of this version is decided here, call by call, against the table of operators in :mod:`trtcb.program`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trtcb.errors import PlanError
+from trtcb.plan_format import PlanHeader, TensorInfo
+from trtcb.program import Call, Program, Value
+
+Kind = tuple[int, str]  # width and type of a value
+Weight = tuple[tuple[int, ...], str]  # shape and type of a tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What an operator takes and gives. ``rows`` is what its output has, None if the same as its first input."""
+
+    inputs: tuple[Kind, ...]
+    output: Kind
+    weights: tuple[Weight, ...] = ()
+    rows: str | None = None
+    attribute: str | None = None
+
+
+def check_program(program: Program, header: PlanHeader, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise :class:`PlanError`, naming the call, unless the program is safe to run and ends in the model's logits."""
+    signatures = _signatures(header)
+    values = {value.name: value for value in program.values}
+    if len(values) != len(program.values):
+        raise _fault("two values have the same name")
+    written: set[str] = set()
+    layers: dict[str, list[int]] = {"rope_kv_write": [], "paged_attention": []}
+    for index, call in enumerate(program.calls):
+        where = f"call {index} ({call.op!r})"
+        if not {*call.inputs, *call.outputs} <= values.keys() or len(call.outputs) != 1:
+            raise _fault(f"{where} names a value that the program does not have")
+        if not written.issuperset(call.inputs):
+            raise _fault(f"{where} reads a value before it is written")
+        written.add(call.outputs[0])
+        signature = _linear(call, values, header) if call.op == "linear" else signatures.get(call.op)
+        if signature is None:
+            raise _fault(f"{where} is not an operator of this version")
+        _check_call(where, call, signature, values, tensors)
+        if call.op in layers:
+            layers[call.op].append(int(call.attributes["layer"]))
+    if any(found != list(range(header.model.num_layers)) for found in layers.values()):
+        raise _fault("the layers are not each written and attended to once, in order")
+    last = values.get("logits")
+    if last != Value("logits", "logits", header.model.vocab_size, "fp32") or program.calls[-1].outputs != ("logits",):
+        raise _fault("it does not end in the logits of the model")
+
+
+def _signatures(header: PlanHeader) -> dict[str, _Signature]:
+    model, act = header.model, header.weight_dtype
+    residual, hidden = (model.hidden_size, "fp32"), (model.hidden_size, act)
+    query, inner = (model.q_size, "fp32"), model.intermediate_size
+    gain = (((model.hidden_size,), "fp32"),)
+    table = (((header.limits.max_seq_len, model.head_dim // 2), "fp32"),)
+    vocabulary = (((model.vocab_size, model.hidden_size), act),)
+    return {
+        "embedding": _Signature((), residual, vocabulary, rows="tokens"),
+        "rms_norm": _Signature((residual,), hidden, gain, attribute="eps"),
+        "add_rms_norm": _Signature((residual, hidden), hidden, gain, rows="tokens", attribute="eps"),
+        "rope_kv_write": _Signature(
+            ((model.q_size + 2 * model.kv_size, act),), query, table * 2, rows="tokens", attribute="layer"
+        ),
+        "paged_attention": _Signature((query,), (model.q_size, act), rows="tokens", attribute="layer"),
+        "swiglu": _Signature(((2 * inner, act),), (inner, act), rows="tokens"),
+        "gather_rows": _Signature((residual, hidden), residual, rows="logits"),
+    }
+
+
+def _linear(call: Call, values: Mapping[str, Value], header: PlanHeader) -> _Signature:
+    act = header.weight_dtype
+    width_in = values[call.inputs[0]].width if call.inputs else 0
+    out = values[call.outputs[0]]
+    return _Signature(
+        ((width_in, act),), (out.width, "fp32" if out.name == "logits" else act), (((out.width, width_in), act),)
+    )
+
+
+def _check_call(
+    where: str, call: Call, signature: _Signature, values: Mapping[str, Value], tensors: Mapping[str, TensorInfo]
+) -> None:
+    inputs = [values[name] for name in call.inputs]
+    out = values[call.outputs[0]]
+    if tuple((value.width, value.dtype) for value in inputs) != signature.inputs:
+        raise _fault(f"{where} reads values of another width or type than the model has")
+    if (out.width, out.dtype) != signature.output or out.name in call.inputs:
+        raise _fault(f"{where} writes a value of another width or type than the model has")
+    rows = signature.rows or (inputs[0].rows if inputs else "tokens")
+    source = "tokens" if call.op == "gather_rows" else rows
+    if out.rows != rows or any(value.rows != source for value in inputs):
+        raise _fault(f"{where} mixes values of tokens and of logits")
+    if any(name not in tensors for name in call.weights):
+        raise _fault(f"{where} names a weight that the plan does not have")
+    weights = tuple((tensors[name].shape, tensors[name].dtype) for name in call.weights)
+    if weights != signature.weights:
+        raise _fault(f"{where} has weights of another shape or type than the model's")
+    if set(call.attributes) != ({signature.attribute} if signature.attribute else set()):
+        raise _fault(f"{where} lacks an attribute, or has one too many")
+    for number in call.attributes.values():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+            raise _fault(f"{where} has an attribute that is not a number of at least 0")
+
+
+def _fault(what: str) -> PlanError:
+    return PlanError(f"section 'program' of the plan does not fit this trtcb: {what}; rebuild it with `trtcb build`")

@@ -1,0 +1,117 @@
+"""A call list that lies is refused before a kernel can follow it out of bounds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trtcb.builder.export import build_graph
+from trtcb.builder.lower import lower
+from trtcb.errors import PlanError
+from trtcb.executor.program_check import check_program
+from trtcb.plan_format import PlanHeader, TensorInfo
+from trtcb.program import Call, Program, Value
+from trtcb.spec import BuildLimits, KVDtype, ModelSpec
+
+SPEC = ModelSpec("tiny", 64, 128, 2, 4, 2, 16, 256, 128)
+HEADER = PlanHeader("cpu", {}, SPEC, "bf16", KVDtype.FP8, BuildLimits(max_seq_len=128), {}, {})
+
+
+def compiled() -> tuple[Program, dict[str, TensorInfo]]:
+    graph = build_graph(SPEC, dtype="bf16", kv_dtype=KVDtype.FP8, block_size=32, max_positions=128)
+    shapes = {t.name: tuple(t.dims) for t in graph.graph.initializer}
+    lowered = lower(graph, SPEC, "bf16")
+    tensors = {}
+    for recipe in lowered.weights:
+        parts = [shapes[part] for part in recipe.parts]
+        shape = (sum(part[0] for part in parts), *parts[0][1:])
+        tensors[recipe.name] = TensorInfo(recipe.name, recipe.dtype, shape, 0)
+    return lowered.program, tensors
+
+
+PROGRAM, TENSORS = compiled()
+
+
+def index_of(op: str) -> int:
+    return next(i for i, call in enumerate(PROGRAM.calls) if call.op == op)
+
+
+def with_call(which: str, **changes: Any) -> Program:
+    calls = list(PROGRAM.calls)
+    calls[index_of(which)] = replace(calls[index_of(which)], **changes)
+    return replace(PROGRAM, calls=tuple(calls))
+
+
+def with_value(name: str, **changes: Any) -> Program:
+    return replace(PROGRAM, values=tuple(replace(v, **changes) if v.name == name else v for v in PROGRAM.values))
+
+
+def test_what_the_compiler_makes_is_accepted():
+    check_program(PROGRAM, HEADER, TENSORS)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        with_call("swiglu", op="erf"),
+        with_call("swiglu", inputs=("nothing",)),
+        with_call("swiglu", inputs=()),
+        with_call("swiglu", inputs=("qkv",)),
+        with_call("swiglu", outputs=("hidden",)),
+        with_call("swiglu", outputs=()),
+        with_call("swiglu", outputs=("activated", "hidden")),
+        with_call("linear", weights=("nothing",)),
+        with_call("linear", weights=()),
+        with_call("linear", weights=("lm_head",)),
+        with_call("linear", outputs=("gate_up",)),
+        with_call("linear", inputs=()),
+        with_call("embedding", weights=("rope_cos",)),
+        with_call("rms_norm", attributes={}),
+        with_call("rms_norm", attributes={"eps": float("nan")}),
+        with_call("rms_norm", attributes={"eps": "1"}),
+        with_call("rms_norm", attributes={"eps": 1e-5, "layer": 0}),
+        with_call("rope_kv_write", attributes={"layer": 2}),
+        with_call("rope_kv_write", attributes={"layer": -1}),
+        with_call("paged_attention", attributes={"layer": 1}),
+        with_call("paged_attention", outputs=("query",)),
+        with_call("gather_rows", inputs=("residual", "hidden", "delta")),
+        with_call("gather_rows", outputs=("residual",)),
+        with_value("qkv", width=1 << 40),
+        with_value("logits", width=SPEC.vocab_size + 1),
+        with_value("logits", rows="tokens"),
+        with_value("logit_rows", rows="tokens"),
+        with_value("hidden", dtype="fp32"),
+        replace(PROGRAM, calls=PROGRAM.calls[:-1]),
+        replace(PROGRAM, calls=()),
+        replace(PROGRAM, calls=PROGRAM.calls[1:]),
+        replace(PROGRAM, values=(*PROGRAM.values, Value("logits", "logits", 1, "fp32"))),
+        replace(PROGRAM, calls=(*PROGRAM.calls, Call("swiglu", ("gate_up",), ("activated",)))),
+    ],
+)
+def test_a_lie_is_refused(program):
+    with pytest.raises(PlanError, match="rebuild"):
+        check_program(program, HEADER, TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("embedding", {"shape": (255, 64)}),
+        ("lm_head", {"dtype": "fp32"}),
+        ("norm", {"shape": (63,)}),
+        ("rope_sin", {"shape": (127, 8)}),
+        ("layers.1.self_attn.q_k_v_proj", {"shape": (128, 32)}),
+    ],
+)
+def test_weights_must_have_the_model_s_shapes(name, change):
+    tensors = {**TENSORS, name: replace(TENSORS[name], **change)}
+    with pytest.raises(PlanError, match="weights of another shape"):
+        check_program(PROGRAM, HEADER, tensors)
+
+
+@pytest.mark.parametrize("change", [{"num_layers": 3}, {"head_dim": 32}, {"vocab_size": 512}, {"num_kv_heads": 4}])
+def test_the_header_must_be_of_the_same_model(change):
+    spec: Callable[..., ModelSpec] = replace
+    with pytest.raises(PlanError):
+        check_program(PROGRAM, replace(HEADER, model=spec(SPEC, **change)), TENSORS)
