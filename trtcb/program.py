@@ -72,12 +72,37 @@ class Program:
         }
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> "Program":
-        """Inverse of :meth:`to_json`."""
+    def from_json(data: Any) -> "Program":
+        """Inverse of :meth:`to_json`; raises ``TypeError``, ``ValueError`` or ``KeyError`` on foreign data."""
         return Program(
             calls=tuple(
-                Call(c["op"], tuple(c["inputs"]), tuple(c["outputs"]), tuple(c["weights"]), dict(c["attributes"]))
+                Call(_text(c["op"]), _texts(c["inputs"]), _texts(c["outputs"]), _texts(c["weights"]), _numbers(c))
                 for c in data["calls"]
             ),
-            values=tuple(Value(*v) for v in data["values"]),
+            values=tuple(_value(*fields) for fields in data["values"]),
         )
+
+
+def _text(data: Any) -> str:
+    if not isinstance(data, str):
+        raise TypeError(f"{data!r} is not a name")
+    return data
+
+
+def _texts(data: Any) -> tuple[str, ...]:
+    if not isinstance(data, list | tuple):
+        raise TypeError(f"{data!r} is not a list of names")
+    return tuple(map(_text, data))
+
+
+def _numbers(call: Any) -> dict[str, int | float]:
+    attributes = call["attributes"]
+    if not isinstance(attributes, dict) or any(type(number) not in (int, float) for number in attributes.values()):
+        raise TypeError(f"{attributes!r} are not attributes")
+    return attributes
+
+
+def _value(name: Any, rows: Any, width: Any, dtype: Any) -> Value:
+    if rows not in ("tokens", "logits") or type(width) is not int or width < 1:
+        raise ValueError(f"value {name!r} has no shape")
+    return Value(_text(name), rows, width, _text(dtype))

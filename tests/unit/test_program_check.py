@@ -1,5 +1,6 @@
 """A call list that lies is refused before a kernel can follow it out of bounds."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -115,3 +116,31 @@ def test_the_header_must_be_of_the_same_model(change):
     spec: Callable[..., ModelSpec] = replace
     with pytest.raises(PlanError):
         check_program(PROGRAM, replace(HEADER, model=spec(SPEC, **change)), TENSORS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data["calls"][0].update(op=["embedding"]),
+        lambda data: data["calls"][0].update(op=None),
+        lambda data: data["calls"][1].update(inputs="residual"),
+        lambda data: data["calls"][1].update(weights=[7]),
+        lambda data: data["calls"][1].update(attributes=[]),
+        lambda data: data["calls"][1].update(attributes={"eps": True}),
+        lambda data: data["calls"][1].pop("outputs"),
+        lambda data: data["values"].append(["x", "rows", 4, "fp32"]),
+        lambda data: data["values"].append(["x", "tokens", 4.0, "fp32"]),
+        lambda data: data["values"].append(["x", "tokens", -4, "fp32"]),
+        lambda data: data["values"].append(["x", "tokens", 4, ["fp32"]]),
+        lambda data: data["values"].append(["x", ["tokens"], 4, "fp32"]),
+        lambda data: data["values"].append(["x"]),
+        lambda data: data["values"].append(None),
+        lambda data: data.pop("calls"),
+        lambda data: data.update(calls=7),
+    ],
+)
+def test_json_that_is_no_program_is_refused(change):
+    data = json.loads(json.dumps(PROGRAM.to_json()))
+    change(data)
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        Program.from_json(data)
