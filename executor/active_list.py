@@ -92,8 +92,13 @@ class ActiveList:
 
     def beneficial_to_skip(self, seq: Sequence) -> bool:
         """Whether somebody is computing the very block that ``seq``, not started yet, would begin with."""
-        # What comes before a block in work is published, so meeting its key suffices: no walk along each chain.
-        return any(self._prefix_cache.key_of(seq, index) == key for key, index in self._in_work().items())
+        # What comes before a block in work is published, so meeting its key suffices: no walk along each chain. All
+        # that wait may have to be asked, so this is spelled out: what waits is hashed as far as it can be reused.
+        keys = seq.keys
+        for key, index in self._in_work().items():
+            if index < len(keys) and keys[index] == key:
+                return True
+        return False
 
     def _num_referenced(self, seq: Sequence) -> int:
         return sum(map(self._is_referenced, self.match(seq)))
