@@ -95,7 +95,7 @@ class ActiveList:
         # What comes before a block in work is published, so meeting its key suffices: no walk along each chain. All
         # that wait may have to be asked, so this is spelled out: what waits is hashed as far as it can be reused.
         keys = seq.keys
-        for key, index in self._in_work().items():
+        for key, index in self._in_work().items():  # noqa: SIM110
             if index < len(keys) and keys[index] == key:
                 return True
         return False
