@@ -170,9 +170,11 @@ def _while_they_fit(
         if not seq.started and skipping and active.beneficial_to_skip(seq):
             continue
         need = active.blocks_to_completion(seq)
-        to_stay_free = 0 if seq.started or not (active.running or chosen) else active.watermark_blocks
-        if need + to_stay_free > free_blocks:
+        if need > free_blocks:
             break
+        if not seq.started and (active.running or chosen) and need + active.watermark_blocks > free_blocks:
+            num_places = 0  # the watermark holds newcomers back, and nobody else
+            continue
         chosen.append(seq)
         free_blocks -= need
         if not seq.started:

@@ -105,8 +105,11 @@ class Reference:
                 continue
             need = self.blocks_to_completion(seq)
             is_alone = not self.fitting and not any(other.started for other in self.active)
-            if need + (0 if seq.started or is_alone else self.kept_free) > self.free:
+            if need > self.free:
                 break
+            if not seq.started and not is_alone and need + self.kept_free > self.free:
+                places = 0
+                continue
             self.free -= need
             places -= not seq.started
             self.take(seq)

@@ -40,6 +40,14 @@ class TestWatermark:
         assert [bench.step() for _ in range(29)] == [{"a": 1}] * 29
         assert set(bench.step()) == {"b"}  # a block more would go below
 
+    def test_a_half_computed_prompt_goes_on_behind_who_it_keeps_out(self):
+        bench = Bench(NO_EVICT, 20, watermark=0.5, max_num_tokens=20)
+        bench.add("first", 10, 20)
+        bench.add("low", 40, 20, priority=0.1)
+        assert bench.step() == {"first": 10, "low": 10}
+        bench.add("high", 30, 20, priority=0.9)  # 5 of the 15 free blocks that are not promised: 9 would be left
+        assert bench.step() == {"first": 1, "low": 10}
+
     def test_it_pauses_nobody(self):
         bench = Bench(MAX_UTIL, 4, watermark=0.5)
         bench.add("low", 10, 30, priority=0.1)
