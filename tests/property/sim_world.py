@@ -150,6 +150,8 @@ class World:
         assert self.scheduler.pool.num_free == self.num_blocks
         assert self.scheduler.num_free_slots == self.config.max_batch_size
         assert self.scheduler.reserved_blocks == 0
+        if self.config.queue_policy == "wfq":
+            assert self.scheduler._queue._tags == {}
         assert self.core.recorder.num_audit_failures == 0
         for request_id, request in self.requests.items():
             check_answer(request, self.deltas[request_id], self.config)

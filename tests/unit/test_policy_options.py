@@ -73,7 +73,7 @@ class TestWatermark:
 def sequence(name: str = "x", tokens: int = 10, *, new: int = 50, generating: bool = False, **request) -> Sequence:
     request = Request(name, tuple(range(tokens)), SamplingParams(), **request)
     seq = Sequence(request, max_tokens=new, seed=0, arrival_s=request.arrival_s)
-    seq.slot, seq.generating = 0, generating
+    seq.generating = generating
     return seq
 
 
@@ -198,20 +198,36 @@ class TestWeightedFair:
         policy = WeightedFair({})
         seq = sequence(tenant="a")
         policy.queued(seq)
-        seq.slot = -1
         policy.ended(seq)
         assert policy.queued(sequence(tenant="a"))[1] == 0.0
 
-    def test_a_refund_never_lets_a_tenant_overtake_itself(self):
+    def test_a_refund_counts_by_weight_as_the_charge_did(self):
+        policy = WeightedFair({"a": 2.0})
+        seq = sequence(tenant="a", new=990)
+        policy.queued(seq)
+        policy.started(seq)
+        seq.token_ids.extend([1] * 6)
+        policy.ended(seq)
+        assert policy.queued(sequence(tenant="a"))[1] == 8.0
+
+    def test_a_refund_never_lets_a_tenant_overtake_itself_and_is_not_lost(self):
         policy = WeightedFair({})
-        first, second, third = (sequence(tenant="a", new=90) for _ in range(3))
-        policy.queued(first)
-        tag = policy.queued(second)[1]
+        first, second, third = sequence(new=990), sequence(new=990), sequence(new=990)
+        assert [policy.queued(seq)[1] for seq in (first, second)] == [0.0, 1000.0]
         policy.started(first)
         first.token_ids.append(1)
         policy.ended(first)
-        assert policy.queued(third)[1] >= tag == 100.0
-        assert policy.queued(sequence(tenant="a"))[1] == 11.0 + 2 * 100.0
+        policy.ended(second)  # aborted while it waited: paid for are 11 tokens
+        assert policy.queued(third)[1] == 1000.0
+        assert policy.queued(sequence())[1] == 1011.0
+
+    def test_a_debt_is_not_forgotten_among_many_tenants(self):
+        policy = WeightedFair({})
+        seq = sequence(tenant="debtor", new=990)
+        policy.queued(seq)
+        for number in range(1000):
+            policy.queued(sequence(tenant=f"t{number}"))
+        assert policy.queued(sequence(tenant="debtor"))[1] == 1000.0
 
     def test_idle_time_earns_no_credit(self):
         policy = WeightedFair({})
