@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from trtcb.executor.block_pool import BlockPool
 from trtcb.executor.prefix_cache import PrefixCache
 from trtcb.executor.sequence import Sequence
+from trtcb.executor.victims import VictimPolicy, newest
 
 
 class ActiveList:
@@ -27,11 +28,15 @@ class ActiveList:
         block_size: int,
         max_requests: int,
         reserved_blocks: int,
+        watermark_blocks: int = 0,
+        pick_victim: VictimPolicy = newest,
     ) -> None:
         self.running = running
         self.waiting = waiting
         self.max_requests = max_requests
         self.reserved_blocks = reserved_blocks  # what `running` may still take until its limits
+        self.watermark_blocks = watermark_blocks  # that shall stay free when a request starts
+        self.pick_victim = pick_victim
         self.free_blocks = pool.num_free
         self._references = pool.references
         self._prefix_cache = prefix_cache
@@ -58,7 +63,9 @@ class ActiveList:
         return blocks
 
     def blocks_to_completion(self, seq: Sequence) -> int:
-        """Blocks that a request which is not started needs in order to run to its limit."""
+        """Blocks that a request still needs in order to run to its limit."""
+        if seq.started:
+            return -(-seq.max_len // self._block_size) - len(seq.blocks)
         return -(-seq.max_len // self._block_size) - self._num_referenced(seq)
 
     def blocks_this_step(self, seq: Sequence) -> int:
@@ -85,8 +92,13 @@ class ActiveList:
 
     def beneficial_to_skip(self, seq: Sequence) -> bool:
         """Whether somebody is computing the very block that ``seq``, not started yet, would begin with."""
-        # What comes before a block in work is published, so meeting its key suffices: no walk along each chain.
-        return any(self._prefix_cache.key_of(seq, index) == key for key, index in self._in_work().items())
+        # What comes before a block in work is published, so meeting its key suffices: no walk along each chain. All
+        # that wait may have to be asked, so this is spelled out: what waits is hashed as far as it can be reused.
+        keys = seq.keys
+        for key, index in self._in_work().items():  # noqa: SIM110
+            if index < len(keys) and keys[index] == key:
+                return True
+        return False
 
     def _num_referenced(self, seq: Sequence) -> int:
         return sum(map(self._is_referenced, self.match(seq)))

@@ -49,14 +49,25 @@ CHUNK_POLICIES: dict[str, ChunkPolicy] = {
 class TokenBudget:
     """``max_num_tokens`` per step. A generating sequence costs 1, a context what it computes; cached tokens are free.
 
-    With a chunk policy, contexts share what the generating sequences leave. Without one (None), everybody is charged in
-    order and the first who is over budget ends the step's list.
+    With a chunk policy, contexts share what the generating sequences leave, but ``max_prefill_tokens`` at most. Without
+    one (None), everybody is charged in order and the first who is over budget ends the step's list; ``stall_free``
+    then charges the generating sequences first (with a chunk policy they are anyway).
     """
 
-    def __init__(self, max_num_tokens: int, chunk_policy: ChunkPolicy | None, unit: int) -> None:
+    def __init__(
+        self,
+        max_num_tokens: int,
+        chunk_policy: ChunkPolicy | None,
+        unit: int,
+        *,
+        stall_free: bool = False,
+        max_prefill_tokens: int | None = None,
+    ) -> None:
         self._max_num_tokens = max_num_tokens
+        self._max_prefill_tokens = max_num_tokens if max_prefill_tokens is None else max_prefill_tokens
         self._chunk_policy = chunk_policy
         self._unit = unit
+        self._in_order_of_charge = _generating_first if stall_free else _as_listed
 
     def fill(
         self, fitting: list[Sequence], num_cached: Callable[[Sequence], int]
@@ -68,7 +79,7 @@ class TokenBudget:
         left = self._max_num_tokens
         decodes: list[Sequence] = []
         contexts: list[Chunk] = []
-        for seq in fitting:
+        for seq in self._in_order_of_charge(fitting):
             if seq.generating:
                 if left < 1:
                     break
@@ -81,7 +92,9 @@ class TokenBudget:
                     break
                 left -= remaining
             contexts.append((seq, remaining))
-        return decodes, contexts if self._chunk_policy is None else self._cut(contexts, left, self._chunk_policy)
+        if self._chunk_policy is None:
+            return decodes, contexts
+        return decodes, self._cut(contexts, min(left, self._max_prefill_tokens), self._chunk_policy)
 
     def _cut(self, contexts: list[Chunk], capacity: int, policy: ChunkPolicy) -> list[Chunk]:
         remaining = [tokens for _, tokens in contexts]
@@ -89,3 +102,11 @@ class TokenBudget:
             return contexts
         chunks = policy(remaining, capacity, self._unit)
         return [(seq, chunk) for (seq, _), chunk in zip(contexts, chunks, strict=True) if chunk]
+
+
+def _as_listed(fitting: list[Sequence]) -> list[Sequence]:
+    return fitting
+
+
+def _generating_first(fitting: list[Sequence]) -> list[Sequence]:
+    return sorted(fitting, key=lambda seq: not seq.generating)

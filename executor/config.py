@@ -1,15 +1,16 @@
 """How an engine schedules and how much it may hold: the frozen settings every part of the executor reads."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 
 from trtcb.errors import UsageError
 from trtcb.executor.chunking import CHUNK_POLICIES
-from trtcb.executor.policies import CAPACITY_POLICIES
+from trtcb.executor.policies import CAPACITY_POLICIES, CapacityPolicy
+from trtcb.executor.queueing import QUEUE_POLICIES, QueueOptions, QueuePolicy
+from trtcb.executor.victims import VICTIM_POLICIES
 from trtcb.spec import BuildLimits
-
-QUEUE_POLICIES = ("fcfs",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,15 @@ class EngineConfig:
     by ``num_blocks``, else by ``kv_memory_bytes``, else by what ``kv_memory_fraction`` of the free memory leaves beside
     the weights. ``max_queue_size`` counts requests that were never started. ``default_max_tokens`` stands in for an
     omitted ``max_tokens``.
+
+    ``scheduler_policy`` may also be a policy of your own, an object with ``select``. Options beyond upstream, each off
+    by default (``docs/policies.md``): ``watermark``, the share of the pool that stays free when a request starts;
+    ``stall_free``; ``max_prefill_tokens``, prompt tokens of one step; ``priority_ageing_s``, seconds of waiting that
+    outweigh the whole span of priorities, for ``queue_policy="priority"``; ``tenant_weights`` for ``"wfq"``, 1 if not
+    named; ``victim_policy``.
     """
 
-    scheduler_policy: str = "guaranteed_no_evict"
+    scheduler_policy: str | CapacityPolicy = "guaranteed_no_evict"
     chunk_policy: str = "first_come_first_served"
     queue_policy: str = "fcfs"
     max_batch_size: int = 64
@@ -38,21 +45,66 @@ class EngineConfig:
     max_queue_size: int = 256
     default_max_tokens: int | None = None
     threads: int | None = None
+    watermark: float = 0.0
+    stall_free: bool = False
+    max_prefill_tokens: int | None = None
+    priority_ageing_s: float | None = None
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    victim_policy: str = "newest"
 
     def __post_init__(self) -> None:
-        _check_name("scheduler_policy", self.scheduler_policy, CAPACITY_POLICIES)
+        if isinstance(self.scheduler_policy, str) or not isinstance(self.scheduler_policy, CapacityPolicy):
+            _check_name("scheduler_policy", self.scheduler_policy, CAPACITY_POLICIES)
         _check_name("chunk_policy", self.chunk_policy, CHUNK_POLICIES)
         _check_name("queue_policy", self.queue_policy, QUEUE_POLICIES)
+        _check_name("victim_policy", self.victim_policy, VICTIM_POLICIES)
         for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "block_size", "max_queue_size"):
             _check_at_least(name, getattr(self, name), 1)
-        for name in ("num_blocks", "kv_memory_bytes", "default_max_tokens", "threads"):
+        for name in ("num_blocks", "kv_memory_bytes", "default_max_tokens", "threads", "max_prefill_tokens"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
         if not 0.0 < self.kv_memory_fraction <= 1.0:
             raise UsageError(f"kv_memory_fraction is a share above 0 and up to 1, not {self.kv_memory_fraction}.")
         if self.num_blocks is not None and self.kv_memory_bytes is not None:
             raise UsageError("num_blocks and kv_memory_bytes both size the pool: give one of them.")
+        self._check_options()
         self._check_progress()
+
+    @property
+    def policy_name(self) -> str:
+        """What reports call the capacity policy: its name, or the class of a policy of your own."""
+        return self.scheduler_policy if isinstance(self.scheduler_policy, str) else type(self.scheduler_policy).__name__
+
+    def capacity_policy(self) -> CapacityPolicy:
+        """Return the capacity policy, which has no state."""
+        policy = self.scheduler_policy
+        return CAPACITY_POLICIES[policy] if isinstance(policy, str) else policy
+
+    def queue(self) -> QueuePolicy:
+        """Make a queue policy for one scheduler."""
+        return QUEUE_POLICIES[self.queue_policy](QueueOptions(self.priority_ageing_s, self.tenant_weights))
+
+    def _check_options(self) -> None:
+        """Refuse options that would have no effect where they are set, or no meaning."""
+        if not 0.0 <= self.watermark < 1.0:
+            raise UsageError(f"watermark is a share from 0 to below 1, not {self.watermark}.")
+        if self.priority_ageing_s is not None:
+            _check_positive("priority_ageing_s", self.priority_ageing_s)
+            if self.queue_policy != "priority":
+                raise UsageError("priority_ageing_s is for queue_policy 'priority': set that, or leave it out.")
+        for tenant, weight in self.tenant_weights.items():
+            _check_positive(f"the weight of tenant '{tenant}'", weight)
+        if self.tenant_weights and self.queue_policy != "wfq":
+            raise UsageError("tenant_weights are for queue_policy 'wfq': set that, or leave them out.")
+        if self.victim_policy != "newest" and self.scheduler_policy in ("guaranteed_no_evict", "static_batch"):
+            raise UsageError(
+                f"{self.scheduler_policy} never pauses, so it has no use for victim_policy '{self.victim_policy}': "
+                "leave it out, or use max_utilization."
+            )
+        if self.max_prefill_tokens is not None and not self.chunked_prefill:
+            raise UsageError(
+                "max_prefill_tokens splits prompts, so it needs chunked_prefill: turn that on, or leave this out."
+            )
 
     def _check_progress(self) -> None:
         """Refuse combinations under which some accepted request could wait for ever."""
@@ -61,11 +113,17 @@ class EngineConfig:
                 f"Chunked prefill advances by whole blocks of {self.block_size} tokens: raise max_num_tokens "
                 f"({self.max_num_tokens}) to at least that, or lower block_size."
             )
-        recomputes_whole = self.scheduler_policy == "max_utilization" and not self.chunked_prefill
+        if self.max_prefill_tokens is not None and self.max_prefill_tokens < self.block_size:
+            raise UsageError(
+                f"Chunked prefill advances by whole blocks of {self.block_size} tokens: raise max_prefill_tokens "
+                f"({self.max_prefill_tokens}) to at least that."
+            )
+        may_pause = self.scheduler_policy not in ("guaranteed_no_evict", "static_batch")
+        recomputes_whole = may_pause and not self.chunked_prefill
         if recomputes_whole and self.max_num_tokens < self.max_seq_len:
             raise UsageError(
-                "max_utilization restarts a paused request from its first token, which without chunked prefill takes "
-                f"one step of up to max_seq_len tokens: raise max_num_tokens ({self.max_num_tokens}) to "
+                f"{self.policy_name} restarts a paused request from its first token, which without chunked prefill "
+                f"takes one step of up to max_seq_len tokens: raise max_num_tokens ({self.max_num_tokens}) to "
                 f"{self.max_seq_len}, or turn chunked_prefill on."
             )
 
@@ -76,27 +134,33 @@ class EngineConfig:
         ``UsageError``, because an engine may be run below what it was compiled for, never above.
         """
         changes: dict[str, int] = {}
-        for field in fields(BuildLimits):
-            asked, built = getattr(self, field.name), getattr(limits, field.name)
-            fits = asked == built if field.name == "block_size" else asked <= built
+        for limit in fields(BuildLimits):
+            asked, built = getattr(self, limit.name), getattr(limits, limit.name)
+            fits = asked == built if limit.name == "block_size" else asked <= built
             if fits:
                 continue
-            if asked != getattr(_DEFAULTS, field.name):
-                relation = "exactly" if field.name == "block_size" else "at most"
+            if asked != getattr(_DEFAULTS, limit.name):
+                relation = "exactly" if limit.name == "block_size" else "at most"
                 raise UsageError(
-                    f"{field.name} {asked} does not fit this plan, which was built for {relation} {built}: "
-                    f"use {built}, or rebuild with --{field.name.replace('_', '-')} {asked}."
+                    f"{limit.name} {asked} does not fit this plan, which was built for {relation} {built}: "
+                    f"use {built}, or rebuild with --{limit.name.replace('_', '-')} {asked}."
                 )
-            changes[field.name] = built
+            changes[limit.name] = built
         return replace(self, **changes) if changes else self  # type: ignore[arg-type]
 
 
-def _check_name(setting: str, name: str, known: Collection[str]) -> None:
-    if name in known:
+def _check_name(setting: str, name: object, known: Collection[str]) -> None:
+    if isinstance(name, str) and name in known:
         return
     close = get_close_matches(str(name).lower().replace("-", "_"), known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     raise UsageError(f"{setting} '{name}' is unknown: {hint}Choose one of {', '.join(known)}.")
+
+
+def _check_positive(setting: str, value: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise UsageError(f"{setting} must be a number above 0, not {value!r}.")
 
 
 def _check_at_least(setting: str, value: int, least: int) -> None:

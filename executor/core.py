@@ -9,6 +9,7 @@ from trtcb.executor.admission import Admission
 from trtcb.executor.batch_builder import BatchBuilder
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.detokenizer import Decoder
+from trtcb.executor.liveness import Liveness
 from trtcb.executor.request import Delta, FinishReason
 from trtcb.executor.runtime import Int32, Runtime
 from trtcb.executor.scheduler import Scheduler, Step
@@ -49,7 +50,8 @@ class EngineCore:
     ) -> None:
         self.admission = Admission(config, runtime.num_blocks, vocab_size, tokenizer)
         self.scheduler = Scheduler(config, runtime.num_blocks)
-        self.recorder = StepRecorder(config.scheduler_policy, self.scheduler)
+        self.recorder = StepRecorder(config.policy_name, self.scheduler)
+        self.liveness = Liveness()
         self._runtime = runtime
         self._builder = BatchBuilder(config, runtime.num_blocks)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -79,6 +81,7 @@ class EngineCore:
             self._warn_of_omitted_limit(seq)
         self._live[seq.request_id] = seq
         self.scheduler.add(seq)
+        self.liveness.queued(seq)
 
     def abort(self, request_id: str) -> None:
         """End a sequence in whatever state it is; unknown ids, such as of sequences that just ended, are ignored."""
@@ -102,6 +105,7 @@ class EngineCore:
         if not self.has_work:
             return
         step = self.scheduler.schedule()
+        self.liveness.scheduled(step, self._started_s)
         self.recorder.scheduled(step, self._clock() - self._started_s)
         if not step.num_rows:
             self._watch_idle_pass()
@@ -196,6 +200,7 @@ class EngineCore:
     ) -> None:
         """End a sequence: the only place that frees it and sends its terminal delta."""
         del self._live[seq.request_id]
+        self.liveness.ended(seq)
         if reason is FinishReason.ERROR:
             self.scheduler.fail(seq)
         else:
@@ -239,7 +244,8 @@ class EngineCore:
     def _warn_of_omitted_limit(self, seq: Sequence) -> None:
         """Say once what omitting ``max_tokens`` costs where a request starts only if all its output is sure to fit."""
         config = self.admission.config
-        if self._has_warned or config.scheduler_policy == "max_utilization" or config.default_max_tokens is not None:
+        reserves = config.scheduler_policy in ("guaranteed_no_evict", "static_batch")
+        if self._has_warned or not reserves or config.default_max_tokens is not None:
             return
         self._has_warned = True
         _log.warning(

@@ -66,6 +66,8 @@ class Engine:
         self._live_ids: set[str] = set()  # accepted, and not yet told the end
         self._num_in_inbox = 0  # of these, not yet seen by the engine thread
         self._num_unstarted = 0  # of these, never run
+        self._waiting_since_s: float | None = None  # of what the engine thread has seen
+        self._paused_since_s: float | None = None
         self._is_started = self._is_draining = self._is_closing = self._is_ended = False
         self._error: str | None = None
         self._last_progress_s = clock()
@@ -150,6 +152,8 @@ class Engine:
                 num_waiting=self._num_unstarted,
                 has_work=bool(self._live_ids),
                 last_progress_s=self._last_progress_s,
+                oldest_waiting_s=self._age(self._oldest_arrival_s()),
+                oldest_paused_s=self._age(self._paused_since_s),
             )
 
     def _main(self) -> None:
@@ -186,6 +190,8 @@ class Engine:
         """Renew what others see. Also right after a launch, as the queue has room then, however long the step takes."""
         with self._changed:
             self._num_unstarted = self._core.num_unstarted + self._num_in_inbox
+            self._waiting_since_s = self._core.liveness.waiting_since_s
+            self._paused_since_s = self._core.liveness.paused_since_s
             self._snapshot = self._picture(last_step_s)
 
     def _publish(self, outcome: Outcome) -> None:
@@ -228,6 +234,7 @@ class Engine:
         with self._changed:
             self._live_ids.clear()
             self._num_unstarted = self._num_in_inbox = 0
+            self._waiting_since_s = self._paused_since_s = None
             self._snapshot = self._picture(last_step_s=0.0)
             self._changed.notify_all()
         try:
@@ -251,6 +258,15 @@ class Engine:
         if self._is_draining:
             raise DrainingError("The engine is shutting down and takes no new requests: ask another one.")
 
+    def _oldest_arrival_s(self) -> float | None:
+        """Arrival of the oldest request that never ran, be it seen by the engine thread or not."""
+        if self._waiting_since_s is not None:
+            return self._waiting_since_s
+        return next((message.arrival_s for message in self._inbox if isinstance(message, Sequence)), None)
+
+    def _age(self, since_s: float | None) -> float:
+        return 0.0 if since_s is None else max(0.0, self._clock() - since_s)
+
     def _state(self) -> EngineState:
         if self._error is not None:
             return "dead"
@@ -265,7 +281,7 @@ class Engine:
         return EngineSnapshot(
             state=self._state(),
             error=self._error,
-            policy=self.config.scheduler_policy,
+            policy=self.config.policy_name,
             num_running=len(scheduler.running),
             num_waiting=self._num_unstarted,
             num_paused=scheduler.num_paused,

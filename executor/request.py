@@ -26,7 +26,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. ``arrival_s`` is on the engine's clock; higher ``priority`` (0..1) goes first."""
+    """One sequence to generate. ``arrival_s`` is on the engine's clock; higher ``priority`` (0..1) goes first.
+
+    ``tenant`` is on whose account it is served, where the queue policy is fair to tenants.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -34,6 +37,7 @@ class Request:
     priority: float = 0.5
     cache_salt: str = ""
     arrival_s: float = 0.0
+    tenant: str = ""
 
 
 class FinishReason(str, Enum):

@@ -1,5 +1,6 @@
 """In-flight batching: decides, before every step, which requests run, on how many tokens and in which blocks."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,9 +9,9 @@ from trtcb.executor.active_list import ActiveList
 from trtcb.executor.block_pool import BlockPool
 from trtcb.executor.chunking import CHUNK_POLICIES, Chunk, TokenBudget
 from trtcb.executor.config import EngineConfig
-from trtcb.executor.policies import CAPACITY_POLICIES
 from trtcb.executor.prefix_cache import PrefixCache
 from trtcb.executor.sequence import Sequence
+from trtcb.executor.victims import VICTIM_POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,17 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.num_paused = 0  # of `waiting`
         self.reserved_blocks = 0  # what `running` may still take until its limits
-        self._policy = CAPACITY_POLICIES[config.scheduler_policy]
-        chunk_policy = CHUNK_POLICIES[config.chunk_policy] if config.chunked_prefill else None
-        self._budget = TokenBudget(config.max_num_tokens, chunk_policy, unit=config.block_size)
+        self._policy = config.capacity_policy()
+        self._queue = config.queue()
+        self._pick_victim = VICTIM_POLICIES[config.victim_policy](config.block_size)
+        self._watermark_blocks = math.ceil(config.watermark * num_blocks)
+        self._budget = TokenBudget(
+            config.max_num_tokens,
+            CHUNK_POLICIES[config.chunk_policy] if config.chunked_prefill else None,
+            unit=config.block_size,
+            stall_free=config.stall_free,
+            max_prefill_tokens=config.max_prefill_tokens,
+        )
         self._block_size = config.block_size
         self._max_batch_size = config.max_batch_size
         self._slots = list(range(config.max_batch_size - 1, -1, -1))
@@ -92,9 +101,10 @@ class Scheduler:
         return len(self._slots)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence behind all of its priority. That it can ever fit was checked at submission."""
-        seq.rank = (-seq.request.priority, self._num_arrivals)
+        """Queue a new sequence where the queue policy puts it. That it can ever fit was checked at submission."""
+        seq.number = self._num_arrivals
         self._num_arrivals += 1
+        seq.rank = self._queue.queued(seq)
         self.prefix_cache.hash_tokens(seq)
         insort(self.waiting, seq)
 
@@ -139,16 +149,18 @@ class Scheduler:
                 seq.token_ids.append(token)
 
     def pause(self, seq: Sequence) -> None:
-        """Take a running sequence's memory; it keeps its tokens, to start over from, and its place in the order."""
+        """Take a running sequence's memory; it keeps its tokens, to start over from, and is queued again."""
         seq.max_computed = max(seq.max_computed, seq.num_computed)
         self._stop(seq)
         seq.num_pauses += 1
         self.num_paused += 1
         self.prefix_cache.hash_tokens(seq)
+        seq.rank = self._queue.queued(seq)
         insort(self.waiting, seq)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence that ended, for whatever reason and in whatever state."""
+        self._queue.ended(seq)
         if seq.started:
             self._stop(seq)
         else:
@@ -180,10 +192,13 @@ class Scheduler:
             block_size=self._block_size,
             max_requests=self._max_batch_size,
             reserved_blocks=self.reserved_blocks,
+            watermark_blocks=self._watermark_blocks,
+            pick_victim=self._pick_victim,
         )
 
     def _start(self, seq: Sequence, cached_blocks: list[int]) -> None:
         del self.waiting[bisect_left(self.waiting, seq)]
+        seq.rank = self._queue.started(seq)
         insort(self.running, seq)
         seq.slot = self._slots.pop()
         self.pool.claim(cached_blocks)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from trtcb.executor.request import Request
 
+Rank = tuple[float, float, int]  # class, place within it, and the number of the arrival, which makes it unique
+
 if TYPE_CHECKING:
     from trtcb.executor.detokenizer import TextOutput
 
@@ -31,6 +33,7 @@ class Sequence:
         "num_pauses",
         "num_prompt_tokens",
         "num_published",
+        "number",
         "rank",
         "request",
         "room",
@@ -47,10 +50,8 @@ class Sequence:
         self.token_ids = array("i", request.prompt_token_ids)  # prompt and output; what was streamed stays
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_len = self.num_prompt_tokens + max_tokens
-        self.rank: tuple[float, int] = (
-            -request.priority,
-            0,
-        )  # place in the active list; the scheduler numbers arrivals
+        self.number = 0  # of its arrival; the scheduler counts them
+        self.rank: Rank = (-request.priority, 0.0, 0)  # place in the active list, given by the queue policy
 
         self.slot = -1  # row of the slot table; -1 while nothing is held
         self.blocks: list[int] = []

@@ -69,7 +69,8 @@ class EngineSnapshot:
     ``num_waiting`` are requests never started, those still in the inbox included; ``num_paused`` wait for a restart.
     ``free_blocks + cached_blocks + used_blocks == num_blocks``. ``last_progress_s`` is on the engine's clock: when
     work last moved (or last arrived at an idle engine), so that ``has_work`` with an old ``last_progress_s`` is a
-    stuck engine.
+    stuck engine. ``oldest_waiting_s`` is the age of the request that has waited longest without ever running,
+    ``oldest_paused_s`` the time since the oldest pause that lasts; 0 if there is none.
     """
 
     state: EngineState
@@ -88,6 +89,8 @@ class EngineSnapshot:
     last_progress_s: float
     has_work: bool
     audit_failures: int
+    oldest_waiting_s: float = 0.0
+    oldest_paused_s: float = 0.0
 
     @property
     def is_alive(self) -> bool:

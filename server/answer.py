@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from trtcb.executor.request import FinishReason, Request
-from trtcb.server.auth import cache_scope
+from trtcb.server.auth import cache_scope, tenant_of
 from trtcb.server.body import read_body
 from trtcb.server.context import CONTEXT, ServerContext
 from trtcb.server.errors import ApiError, draining, from_engine, json_response, not_ready
@@ -73,6 +73,7 @@ def engine_requests(
             priority=0.5 if call.priority is None else float(call.priority),
             cache_salt=cache_scope(request, call.cache_salt),
             arrival_s=time.monotonic(),
+            tenant=tenant_of(request, call.user),
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -49,6 +49,11 @@ def cache_scope(request: web.Request, salt: str | None) -> str:
     return f"{scope}/{salt or ''}" if scope else salt or ""
 
 
+def tenant_of(request: web.Request, user: str | None) -> str:
+    """On whose account a call is: where there are several keys, its key's (``key0`` is the first), else ``user``'s."""
+    return request.get(_SCOPE, "") or user or ""
+
+
 def read_keys(path: Path) -> tuple[str, ...]:
     """Read one key a line; empty lines and lines that begin with ``#`` are skipped."""
     try:

@@ -65,6 +65,8 @@ class EngineGauges(Collector):
             "num_requests_waiting": ("Requests never started", now.num_waiting),
             "num_requests_paused": ("Requests that lost their blocks and wait for a restart", now.num_paused),
             "kv_cache_utilization": ("Share of the blocks in use by requests", now.used_blocks / usable),
+            "oldest_waiting_seconds": ("Age of the oldest request never started", now.oldest_waiting_s),
+            "oldest_paused_seconds": ("Time since the oldest pause that lasts", now.oldest_paused_s),
             "reserved_blocks": ("Blocks that running requests may still take", now.reserved_blocks),
         }
         for name, (documentation, value) in values.items():

@@ -108,7 +108,7 @@ class ServeConfig(BaseModel):
 
     scheduler_policy: Literal["guaranteed_no_evict", "max_utilization", "static_batch"] = "guaranteed_no_evict"
     chunk_policy: Literal["first_come_first_served", "equal_progress"] = "first_come_first_served"
-    queue_policy: str = "fcfs"
+    queue_policy: Literal["fcfs", "priority", "srtf", "wfq"] = "fcfs"
     max_batch_size: Positive | None = None
     max_num_tokens: Positive | None = None
     max_seq_len: Positive | None = None
@@ -121,6 +121,12 @@ class ServeConfig(BaseModel):
     max_queue_size: Annotated[int, Field(ge=0)] = 256
     default_max_tokens: Positive | None = None
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None
+    watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    stall_free: bool = False
+    max_prefill_tokens: Positive | None = None
+    priority_ageing_s: Seconds | None = None
+    tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+    victim_policy: Literal["newest", "cheapest"] = "newest"
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000

@@ -21,6 +21,7 @@ ALIASES: Mapping[str, str] = {
     "tokens_per_block": "block_size",
     "dtype": "weight_dtype",
     "kv_memory": "kv_memory_bytes",
+    "priority_ageing": "priority_ageing_s",
     "shutdown_timeout": "shutdown_timeout_s",
     "tp_size": "tensor_parallel_size",
     "pp_size": "pipeline_parallel_size",

@@ -59,6 +59,8 @@ class FakeEngine:
             last_progress_s=self.last_progress_s or time.monotonic(),
             has_work=self.has_work,
             audit_failures=0,
+            oldest_waiting_s=1.5,
+            oldest_paused_s=2.5,
         )
 
 

@@ -63,6 +63,19 @@ async def test_one_key_shares_prefixes_across_requests_without_a_salt():
     assert llm.requests[0].cache_salt == ""
 
 
+async def test_a_tenant_is_the_key_where_there_are_several_and_the_user_otherwise():
+    for keys, tenants in ((KEYS, ["key0", "key1"]), (KEYS[:1], ["u", "u"])):
+        llm = FakeLLM()
+        async with served(llm, api_keys=keys) as server:
+            for key in (keys[0], keys[-1]):
+                await post(f"{server.url}/v1/completions", {**GOOD, "user": "u"}, Authorization=f"Bearer {key}")
+        assert [request.tenant for request in llm.requests] == tenants
+    llm = FakeLLM()
+    async with served(llm) as server:
+        await post(f"{server.url}/v1/completions", GOOD)
+    assert llm.requests[-1].tenant == ""
+
+
 def test_a_key_file_holds_one_key_a_line(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# team a\n alpha-key \n\nbeta-key\n")

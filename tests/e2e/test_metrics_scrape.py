@@ -42,6 +42,8 @@ NAMES = [
     "num_requests_paused",
     "kv_cache_utilization",
     "kv_blocks",
+    "oldest_waiting_seconds",
+    "oldest_paused_seconds",
     "reserved_blocks",
     "prompt_tokens",
     "generation_tokens",
@@ -100,6 +102,7 @@ async def test_a_scrape_has_every_metric_and_resets_nothing():
     assert values["trtcb_admission_rejections_total", ("reason", "queue_full")] == 1
     assert values["trtcb_num_requests_paused",] == 3
     assert values["trtcb_kv_cache_utilization",] == 0.5
+    assert (values["trtcb_oldest_waiting_seconds",], values["trtcb_oldest_paused_seconds",]) == (1.5, 2.5)
     assert values["trtcb_kv_blocks", ("state", "cached")] == 2
 
 

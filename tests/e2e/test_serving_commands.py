@@ -165,6 +165,24 @@ def test_serve_shows_where_its_settings_come_from(run, plan, tmp_path):
     assert lines["host"].endswith("(default)")
 
 
+def test_options_beyond_upstream_are_flags_and_settings(run, plan, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("queue_policy: wfq\ntenant_weights: {key0: 3, ada: 0.5}\n")
+    flags = ["--watermark", 0.05, "--stall-free", "--max-prefill-tokens", 64, "--victim-policy", "cheapest"]
+    code, out, _ = run("serve", plan, "--config", file, *flags, "--show-config")
+    lines = {line.split(" = ")[0].strip(): line.split(" = ")[1] for line in out.splitlines()}
+    assert code == 0
+    for name in ("watermark", "stall_free", "max_prefill_tokens", "victim_policy"):
+        assert lines[name].endswith("(flag)"), name
+    assert "key0" in lines["tenant_weights"]
+    code, out, _ = run("serve", plan, "--queue-policy", "priority", "--priority-ageing", 60, "--show-config")
+    assert code == 0
+    assert "60" in next(line for line in out.splitlines() if line.startswith("priority_ageing_s"))
+    code, _, err = run("serve", plan, "--port", 0, "--priority-ageing", 60)
+    assert code == 2
+    assert "for queue_policy 'priority'" in err
+
+
 SERVE = textwrap.dedent(
     """
     from trtcb.cli.main import main

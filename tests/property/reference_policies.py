@@ -1,5 +1,6 @@
 """The capacity policies as their specification writes them down: slow, over one list, counting everything afresh."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -16,12 +17,16 @@ class Reference:
     block_size: int
     max_requests: int
     prefix_caching: bool
+    watermark: float = 0.0
+    victim_policy: str = "newest"
     fitting: list[Sequence] = field(default_factory=list)
     paused: list[Sequence] = field(default_factory=list)
+    preemptors: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         everybody = [*self.scheduler.running, *self.scheduler.waiting]
-        self.active = sorted(everybody, key=lambda s: (-s.request.priority, s.rank[1]))
+        self.active = sorted(everybody, key=lambda s: s.rank)
+        self.kept_free = math.ceil(self.watermark * self.scheduler.pool.num_blocks)
         self.holders = Counter(block for seq in self.active for block in seq.blocks)
         self.free = self.scheduler.pool.num_blocks - len(self.holders)
         self.in_work = {self.next_block(seq) for seq in self.active if seq.started and not seq.generating} - {None}
@@ -86,36 +91,73 @@ class Reference:
 
     def _pass_2(self, *, skipping: bool) -> None:
         pending = [seq for seq in self.active if not seq.generating]
-        for seq in sorted(pending, key=lambda seq: not seq.started):  # who has started was promised its memory
+        before = len(self.fitting)
+        self._take_pending(pending, skipping)
+        if not before and not self.fitting:  # upstream hangs here for ever
+            self._take_pending([seq for seq in pending if seq.started], skipping)
+
+    def _take_pending(self, pending: list[Sequence], skipping: bool) -> None:
+        places = self.max_requests - sum(seq.started for seq in self.active)  # who has started keeps its place
+        for seq in pending:
+            if not seq.started and places == 0:
+                continue
             if skipping and self.is_skipped(seq):
                 continue
-            if len(self.fitting) >= self.max_requests:
-                break
             need = self.blocks_to_completion(seq)
+            is_alone = not self.fitting and not any(other.started for other in self.active)
             if need > self.free:
                 break
+            if not seq.started and not is_alone and need + self.kept_free > self.free:
+                places = 0
+                continue
             self.free -= need
+            places -= not seq.started
             self.take(seq)
 
     def max_utilization(self) -> None:
-        end, i, used = len(self.active), 0, 0
-        while i < end:
-            seq = self.active[i]
-            if self.is_skipped(seq):
-                i += 1
+        used = 0
+        closed = False  # whether newcomers are still looked at
+        for seq in self.active:
+            if seq in self.paused:
+                closed = True
                 continue
-            need = self.blocks_this_step(seq)
-            if len(self.fitting) < self.max_requests and used + need <= self.free:
-                self.take(seq)
-                used += need
-                i += 1
+            if not seq.started and (closed or self.is_skipped(seq)):
                 continue
-            started = [j for j in range(i, end) if self.active[j].started]
-            if not started:
-                break
-            victim = self.active[started[-1]]
-            for block in victim.blocks:
-                self.holders[block] -= 1
-                self.free += self.holders[block] == 0
-            self.paused.append(victim)
-            end = started[-1]
+            is_taken, stays_out = False, False
+            while not is_taken and seq not in self.paused:
+                need = self.blocks_this_step(seq)
+                later = [s for s in self.active if s.started and s.rank > seq.rank and s not in self.paused]
+                if len(self.fitting) < self.max_requests and used + need <= self.free:
+                    is_watched = not seq.started and seq not in self.preemptors and (self.fitting or later)
+                    if is_watched and used + need + self.kept_free > self.free:
+                        closed = stays_out = True
+                        break
+                    self.take(seq)
+                    used += need
+                    is_taken = True
+                elif later:
+                    self.pause(self.victim(later), seq)
+                elif seq.started:
+                    self.pause(seq, seq)
+                else:
+                    return
+            if not is_taken and not stays_out:
+                return
+
+    def pause(self, victim: Sequence, preemptor: Sequence) -> None:
+        self.preemptors.append(preemptor)
+        for block in victim.blocks:
+            self.holders[block] -= 1
+            self.free += self.holders[block] == 0
+        self.paused.append(victim)
+
+    def victim(self, candidates: list[Sequence]) -> Sequence:
+        """Spare the higher priorities, then those that are nearly done, then those that lose most, then the older."""
+        if self.victim_policy == "newest":
+            return candidates[-1]
+
+        def price(seq: Sequence) -> tuple:
+            is_nearly_done = seq.max_len - len(seq.token_ids) <= self.block_size
+            return (seq.request.priority, is_nearly_done, seq.num_computed, -candidates.index(seq))
+
+        return min(candidates, key=price)

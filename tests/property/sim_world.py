@@ -103,7 +103,7 @@ class World:
             assert outcome.stats.audit_failures == 0
             assert outcome.stats.num_rows <= self.config.max_batch_size
             spent = outcome.stats.prompt_tokens + outcome.stats.recomputed_tokens
-            assert spent <= self.config.max_num_tokens
+            assert spent <= min(self.config.max_num_tokens, self.config.max_prefill_tokens or spent)
         self.check()
 
     def _reference(self) -> Reference:
@@ -113,6 +113,8 @@ class World:
             self.config.block_size,
             self.config.max_batch_size,
             self.config.prefix_caching,
+            self.config.watermark,
+            self.config.victim_policy,
         )
 
     def check(self) -> None:
@@ -127,7 +129,9 @@ class World:
         for seq in self.scheduler.waiting:
             assert (seq.slot, seq.blocks, seq.num_computed) == (-1, [], 0)
         if self.config.scheduler_policy != "max_utilization":
-            assert self.scheduler.reserved_blocks <= self.scheduler.pool.num_free
+            generating = [seq for seq in self.scheduler.running if seq.generating]
+            promised = sum(-(-seq.max_len // self.config.block_size) - len(seq.blocks) for seq in generating)
+            assert promised <= self.scheduler.pool.num_free
 
     def run_to_end(self, limit: int = 5000) -> None:
         for _ in range(limit):
@@ -146,6 +150,8 @@ class World:
         assert self.scheduler.pool.num_free == self.num_blocks
         assert self.scheduler.num_free_slots == self.config.max_batch_size
         assert self.scheduler.reserved_blocks == 0
+        if self.config.queue_policy == "wfq":
+            assert self.scheduler._queue._tags == {}
         assert self.core.recorder.num_audit_failures == 0
         for request_id, request in self.requests.items():
             check_answer(request, self.deltas[request_id], self.config)
@@ -178,6 +184,7 @@ def random_config(rng: random.Random, policy: str, max_len: int) -> EngineConfig
     block_size = rng.choice([1, 2, 3, 4, 8])
     chunked = rng.random() < 0.7
     least = block_size if chunked else max_len
+    options = random_options(rng, policy, least=block_size if chunked else None)
     return EngineConfig(
         scheduler_policy=policy,
         chunk_policy=rng.choice(["equal_progress", "first_come_first_served"]),
@@ -187,7 +194,27 @@ def random_config(rng: random.Random, policy: str, max_len: int) -> EngineConfig
         max_seq_len=max_len,
         chunked_prefill=chunked,
         prefix_caching=rng.random() < 0.6,
+        **options,
     )
+
+
+def random_options(rng: random.Random, policy: str, least: int | None) -> dict:
+    """Options beyond upstream, most of them off. ``least`` tokens of a prompt must run at a time; None: all of them."""
+    options: dict = {}
+    if rng.random() < 0.5:
+        return options
+    options["queue_policy"] = rng.choice(["fcfs", "priority", "srtf", "wfq"])
+    options["watermark"] = rng.choice([0.0, 0.05, 0.3, 0.9])
+    options["stall_free"] = rng.random() < 0.5
+    if policy == "max_utilization":
+        options["victim_policy"] = rng.choice(["newest", "cheapest"])
+    if options["queue_policy"] == "priority":
+        options["priority_ageing_s"] = rng.choice([None, 1.0, 100.0])
+    if options["queue_policy"] == "wfq":
+        options["tenant_weights"] = rng.choice([{}, {"a": 3.0, "b": 0.5}])
+    if least is not None:
+        options["max_prefill_tokens"] = rng.choice([None, least, least + 3])
+    return options
 
 
 def random_requests(rng: random.Random, count: int) -> list[Request]:
@@ -217,6 +244,8 @@ def random_requests(rng: random.Random, count: int) -> list[Request]:
                 params,
                 priority=rng.choice([0.5, 0.5, 0.5, 0.2, 0.9]),
                 cache_salt=rng.choice(["", "", "", "other"]),
+                tenant=rng.choice(["", "a", "b"]),
+                arrival_s=float(number),
             )
         )
     return requests

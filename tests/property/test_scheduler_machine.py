@@ -1,13 +1,14 @@
 """Any order of submissions, steps, aborts, pauses and faults leaves the books in order and everything given back."""
 
 import logging
+import random
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from tests.property.sim_world import VOCAB_SIZE, World
+from tests.property.sim_world import VOCAB_SIZE, World, random_options
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.request import Request, SamplingParams
 
@@ -27,8 +28,11 @@ class Machine(RuleBasedStateMachine):
         batch=st.integers(1, 5),
         extra_tokens=st.integers(0, 12),
         extra_blocks=st.integers(0, 12),
+        options=st.integers(0, 1 << 20),
     )
-    def build(self, policy, chunk_policy, chunked, prefix_caching, block_size, batch, extra_tokens, extra_blocks):
+    def build(
+        self, policy, chunk_policy, chunked, prefix_caching, block_size, batch, extra_tokens, extra_blocks, options
+    ):
         config = EngineConfig(
             scheduler_policy=policy,
             chunk_policy=chunk_policy,
@@ -38,6 +42,7 @@ class Machine(RuleBasedStateMachine):
             max_seq_len=MAX_LEN,
             chunked_prefill=chunked,
             prefix_caching=prefix_caching,
+            **random_options(random.Random(options), policy, least=block_size if chunked else None),
         )
         self.world = World(config, -(-MAX_LEN // block_size) + extra_blocks)
 
@@ -48,11 +53,12 @@ class Machine(RuleBasedStateMachine):
         seed=st.none() | st.integers(0, 5),
         priority=st.sampled_from([0.1, 0.5, 0.9]),
         salt=st.sampled_from(["", "other"]),
+        tenant=st.sampled_from(["", "a", "b"]),
     )
-    def submit(self, stem, rest, max_tokens, seed, priority, salt):
+    def submit(self, stem, rest, max_tokens, seed, priority, salt, tenant):
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0 if seed is None else 1.0, seed=seed)
         name = f"r{len(self.world.requests)}"
-        self.world.submit(Request(name, (*stem, *rest), params, priority=priority, cache_salt=salt))
+        self.world.submit(Request(name, (*stem, *rest), params, priority=priority, cache_salt=salt, tenant=tenant))
 
     @rule(count=st.integers(1, 5))
     def step(self, count):

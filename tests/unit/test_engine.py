@@ -403,6 +403,19 @@ class TestSnapshot:
         h.submit("a")
         assert time.monotonic() - h.engine.snapshot().last_progress_s < 0.05
 
+    def test_the_oldest_waiting_request_shows_whether_the_engine_has_seen_it_or_not(self, harness):
+        h = harness(max_batch_size=1)
+        assert h.engine.snapshot().oldest_waiting_s == 0
+        h.block("a", max_tokens=30, ignore_eos=True)
+        assert h.engine.snapshot().oldest_waiting_s == 0
+        h.submit("b", max_tokens=3, ignore_eos=True)
+        h.submit("c", max_tokens=3, ignore_eos=True)
+        time.sleep(0.05)
+        assert 0.05 <= h.engine.snapshot().oldest_waiting_s < WAIT_S
+        h.runtime.gate.set()
+        assert h.engine.wait_idle(WAIT_S)
+        assert h.engine.snapshot().oldest_waiting_s == 0
+
     def test_steps_are_reported_after_their_deltas(self, harness):
         order = []
         h = harness(start=False, on_step=lambda stats: order.append(("step", sum(map(len, h.deltas.values())))))

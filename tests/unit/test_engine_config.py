@@ -23,7 +23,19 @@ def test_defaults_are_valid_and_frozen():
         ("scheduler_policy", "GUARANTEED-NO-EVICT", "did you mean 'guaranteed_no_evict'"),
         ("scheduler_policy", "fastest", "Choose one of guaranteed_no_evict, max_utilization, static_batch"),
         ("chunk_policy", "equal", "Choose one of first_come_first_served, equal_progress"),
-        ("queue_policy", "wfq", "Choose one of fcfs"),
+        ("scheduler_policy", object(), "is unknown: Choose one of"),
+        ("queue_policy", "wfk", "did you mean 'wfq'. Choose one of fcfs, priority, srtf, wfq"),
+        ("victim_policy", "oldest", "Choose one of newest, cheapest"),
+        ("victim_policy", "cheapest", "guaranteed_no_evict never pauses"),
+        ("watermark", 1.0, "a share from 0 to below 1"),
+        ("watermark", -0.1, "a share from 0 to below 1"),
+        ("watermark", float("nan"), "a share from 0 to below 1"),
+        ("max_prefill_tokens", 0, "max_prefill_tokens"),
+        ("max_prefill_tokens", 31, "raise max_prefill_tokens \\(31\\) to at least that"),
+        ("priority_ageing_s", 0, "must be a number above 0"),
+        ("priority_ageing_s", 60.0, "for queue_policy 'priority'"),
+        ("tenant_weights", {"a": 2.0}, "for queue_policy 'wfq'"),
+        ("tenant_weights", {"a": 0}, "the weight of tenant 'a' must be a number above 0"),
         ("max_batch_size", 0, "max_batch_size must be a whole number of at least 1, not 0"),
         ("max_num_tokens", -1, "max_num_tokens"),
         ("max_seq_len", True, "max_seq_len"),
@@ -58,6 +70,14 @@ def test_a_restart_must_fit_into_one_step_without_chunks():
     with pytest.raises(UsageError, match="turn chunked_prefill on"):
         EngineConfig(scheduler_policy="max_utilization", chunked_prefill=False, max_num_tokens=99, max_seq_len=100)
     EngineConfig(scheduler_policy="max_utilization", chunked_prefill=False, max_num_tokens=100, max_seq_len=100)
+
+
+def test_options_that_need_another_are_refused_without_it():
+    with pytest.raises(UsageError, match="needs chunked_prefill"):
+        EngineConfig(chunked_prefill=False, max_prefill_tokens=64)
+    EngineConfig(queue_policy="priority", priority_ageing_s=60, max_prefill_tokens=32)
+    EngineConfig(queue_policy="wfq", tenant_weights={"a": 2.5})
+    EngineConfig(scheduler_policy="max_utilization", victim_policy="cheapest", watermark=0.05)
 
 
 class TestWithinLimits:

@@ -43,7 +43,22 @@ def serve(
     chunk_policy: Annotated[
         str | None, typer.Option(help="first_come_first_served or equal_progress. [first_come_first_served]")
     ] = None,
-    queue_policy: Annotated[str | None, typer.Option(help="Order of waiting requests. [fcfs]")] = None,
+    queue_policy: Annotated[
+        str | None, typer.Option(help="Order of waiting requests: fcfs, priority, srtf or wfq. [fcfs]")
+    ] = None,
+    priority_ageing: Annotated[
+        float | None, typer.Option(help="Seconds of waiting that outweigh any priority. [never]")
+    ] = None,
+    victim_policy: Annotated[
+        str | None, typer.Option(help="Whom max_utilization pauses: newest or cheapest. [newest]")
+    ] = None,
+    watermark: Annotated[float | None, typer.Option(help="Share of the pool kept free at a start. [0]")] = None,
+    stall_free: Annotated[
+        bool | None, typer.Option("--stall-free/--no-stall-free", help="Decodes first in the token budget. [off]")
+    ] = None,
+    max_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens in one step. [what max_num_tokens leaves]")
+    ] = None,
     max_batch_size: Annotated[
         int | None, typer.Option("--max-batch-size", "--max-num-seqs", help="Sequences in one step. [the plan's]")
     ] = None,
@@ -96,6 +111,11 @@ def serve(
         "scheduler_policy": scheduler_policy,
         "chunk_policy": chunk_policy,
         "queue_policy": queue_policy,
+        "priority_ageing_s": priority_ageing,
+        "victim_policy": victim_policy,
+        "watermark": watermark,
+        "stall_free": stall_free,
+        "max_prefill_tokens": max_prefill_tokens,
         "max_batch_size": max_batch_size,
         "max_num_tokens": max_num_tokens,
         "max_seq_len": max_seq_len,
