@@ -52,7 +52,15 @@ def _cdf_chart(title: str, comparison: Comparison, column: str) -> str:
     for index, result in enumerate(comparison.results):
         seconds = np.concatenate([getattr(run.requests, column) for run in result.runs])
         lines.append(Line(result.setup.label, index % NUM_COLOURS, _cdf(seconds)))
-    return line_chart(f"{title}, share of requests", lines, x_title="seconds", y_title="share of requests", y_max=1.0)
+    # Policies differ by orders of magnitude, hence the logarithm.
+    return line_chart(
+        f"{title}, share of requests",
+        lines,
+        x_title="seconds (log)",
+        y_title="share of requests",
+        y_max=1.0,
+        log_x=True,
+    )
 
 
 def _cdf(seconds: Floats) -> list[tuple[float, float]]:
