@@ -11,11 +11,11 @@ from xml.dom import minidom
 import numpy as np
 import pytest
 
-from trtcb.bench.ab import Comparison, compare
+from trtcb.bench.ab import Comparison, Estimate, compare
 from trtcb.bench.metrics import Slo
 from trtcb.bench.report import html_report
 from trtcb.bench.svg import Line, line_chart
-from trtcb.bench.table import rows, text_table, to_json
+from trtcb.bench.table import rows, shown, text_table, to_json
 from trtcb.bench.targets import Setup, SimTarget
 from trtcb.bench.workload import RandomWorkload, TraceWorkload
 from trtcb.errors import UsageError
@@ -240,6 +240,21 @@ def test_a_logarithmic_axis_has_a_tick_a_decade() -> None:
 @pytest.mark.parametrize("log_x", [False, True])
 def test_an_empty_chart_has_axes(log_x: bool) -> None:
     assert "<svg" in line_chart("t", [Line("a", 0, [])], x_title="x", y_title="y", log_x=log_x)
+
+
+@pytest.mark.parametrize(
+    ("mean", "margin", "unit", "text"),
+    [
+        (0.0276, 0.00044, "ms", "27.6 ± 0.44"),
+        (140.5071, 36.014, "ms", "140,507 ± 36,000"),
+        (0.719, 0.00959, "%", "71.9 ± 0.96"),
+        (8.0, 0.0, "", "8 ± 0"),
+        (0.000123, float("nan"), "", "0.00012"),
+        (float("nan"), float("nan"), "ms", "-"),
+    ],
+)
+def test_values_are_shown_with_the_digits_that_count(mean: float, margin: float, unit: str, text: str) -> None:
+    assert shown(Estimate(mean, margin), unit) == text
 
 
 def test_the_table_is_markdown() -> None:

@@ -49,7 +49,7 @@ def shown(estimate: Estimate, unit: str) -> str:
     """Write a value in its unit, with its confidence interval if there is one."""
     scale = {"ms": 1000.0, "%": 100.0}.get(unit, 1.0)
     text = _number(estimate.mean * scale)
-    return text if math.isnan(estimate.margin) else f"{text} ± {_number(estimate.margin * scale)}"
+    return text if math.isnan(estimate.margin) else f"{text} ± {_margin(estimate.margin * scale)}"
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
@@ -123,6 +123,12 @@ def _number(value: float) -> str:
     if value == round(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}" if abs(value) >= 0.01 else f"{value:.2g}"
+
+
+def _margin(value: float) -> str:
+    """Two digits that count: an interval is no better known."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
 def _finite(value: float) -> float | None:
