@@ -110,6 +110,37 @@ def test_a_tight_pool_makes_max_utilization_pause_and_recompute() -> None:
     assert no_evict["completed"] == max_utilization["completed"] == 100
 
 
+def test_a_closed_loop_bounds_the_requests_in_the_engine() -> None:
+    target = SimTarget.load("builtin")
+    setup = Setup.parse("max_utilization", target.engine, 40)
+    source = RandomWorkload(num_prompts=40, random_output_len=20)
+    comparison = compare(
+        [setup], target, source, slo=Slo(), seed=0, repeats=1, on_run=lambda *_: None, max_concurrency=3
+    )
+    (one,) = comparison.results[0].runs
+    assert max(sample.num_running + sample.num_waiting for sample in one.samples) == 3
+    assert one.values["completed"] == 40
+    assert one.values["queue_p99_s"] == 0
+
+
+@pytest.mark.slow
+def test_no_evict_never_pauses_in_ten_thousand_requests() -> None:
+    source = RandomWorkload(
+        num_prompts=10_000,
+        request_rate=200,
+        burstiness=0.3,
+        random_input_len=60,
+        random_range_ratio=0.9,
+        random_output_len=40,
+        output_len_cv=1.5,
+        max_tokens=300,
+    )
+    for label in ("guaranteed_no_evict", "guaranteed_no_evict:chunk_policy=equal_progress,max_num_tokens=64"):
+        (result,) = run([label], source, num_blocks=150).results
+        assert result.runs[0].values["pauses"] == 0
+        assert result.runs[0].values["completed"] == 10_000
+
+
 def test_runs_are_repeatable_and_repeats_differ() -> None:
     source = RandomWorkload(num_prompts=60, request_rate=20, output_len_cv=1.0)
     first, again = (run(POLICIES, source, repeats=2) for _ in range(2))
@@ -291,6 +322,7 @@ def test_command_line(tmp_path: Path) -> None:
         ("policy", "nothing"),
         ("policy", "max_utilization", "--request-rate", "-1"),
         ("policy", "max_utilization", "--sim", "nowhere.yaml"),
+        ("policy", "max_utilization", "--html", "no/such/folder/report.html"),
     ],
 )
 def test_command_line_mistakes_are_one_sentence(arguments: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from trtcb.executor.config import EngineConfig
 from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams
 from trtcb.executor.sim_runtime import SimRuntime, expected_tokens
 from trtcb.executor.simulation import Simulation
+from trtcb.executor.stats import FinishedRequest
 from trtcb.executor.step_time import StepTime
 from trtcb.executor.virtual_time import BlankRuntime, ScriptedRuntime, SkippingClock, VirtualClock, VirtualTimeRuntime
 
@@ -20,7 +21,14 @@ STEP_S = 0.5
 class World:
     """A simulation of requests given as (arrival, prompt length, output length, max_tokens)."""
 
-    def __init__(self, rows: list[tuple[float, int, int, int]], *, blank: bool = False, **settings) -> None:
+    def __init__(
+        self,
+        rows: list[tuple[float, int, int, int]],
+        *,
+        blank: bool = False,
+        max_concurrency: int | None = None,
+        **settings,
+    ) -> None:
         settings = {"block_size": 4, "num_blocks": 40, "max_batch_size": 4, "max_num_tokens": 64, **settings}
         self.config = EngineConfig(max_seq_len=128, **settings)
         size = {"num_blocks": self.config.num_blocks, "block_size": 4}
@@ -31,12 +39,14 @@ class World:
         self.refused: dict[str, str] = {}
         self.deltas: dict[str, list[Delta]] = {}
         self.ended_s: dict[str, float] = {}
+        self.stats: list[FinishedRequest] = []
         self.simulation = Simulation(
             runtime,
             self.config,
             self.clock,
             eos_token_id=END,
             on_refused=lambda request, reason: self.refused.update({request.request_id: reason}),
+            max_concurrency=max_concurrency,
         )
         self.requests = [
             Request(
@@ -48,6 +58,7 @@ class World:
             for number, (arrival, prompt, _, limit) in enumerate(rows)
         ]
         for outcome in self.simulation.run(iter(self.requests)):
+            self.stats += [] if outcome.stats is None else outcome.stats.finished
             for delta in outcome.deltas:
                 self.deltas.setdefault(delta.request_id, []).append(delta)
                 if delta.finish_reason is not None:
@@ -84,6 +95,14 @@ def test_keeping_no_contents_changes_no_decision() -> None:
     for policy in ("guaranteed_no_evict", "max_utilization", "static_batch"):
         checked, blank = (World(rows, scheduler_policy=policy, num_blocks=10, blank=blank) for blank in (False, True))
         assert checked.ended_s == blank.ended_s
+
+
+def test_a_closed_loop_sends_when_another_has_ended() -> None:
+    world = World([(0.0, 4, 2, 2), (0.0, 4, 4, 4), (0.0, 4, 1, 1), (9.0, 4, 1, 1)], max_concurrency=2)
+    assert world.ended_s == {"0": 1.0, "1": 2.0, "2": 1.5, "3": 9.5}
+    # Clients that wait are no burden to the engine: times count from when a request was sent.
+    assert [request.queue_s for request in world.stats] == [0.0] * 4
+    assert [request.e2e_s for request in world.stats] == [1.0, 0.5, 2.0, 0.5]
 
 
 def test_refusals_are_told_with_their_reason() -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trtcb.bench.metrics import RunResult, Slo
@@ -82,8 +82,12 @@ def compare(
     seed: int,
     repeats: int,
     on_run: Callable[[str, int], None],
+    max_concurrency: int | None = None,
 ) -> Comparison:
-    """Run every configuration under every repeat's workload. ``on_run`` is told of each run before it starts."""
+    """Run every configuration under every repeat's workload. ``on_run`` is told of each run before it starts.
+
+    With ``max_concurrency`` clients hold requests back while so many are unfinished.
+    """
     if repeats < 1:
         raise UsageError(f"--repeats must be at least 1, not {repeats}.")
     labels = [setup.label for setup in setups]
@@ -92,14 +96,14 @@ def compare(
     runs: list[list[RunResult]] = [[] for _ in setups]
     num_requests = 0
     for repeat in range(repeats):
-        workload = source.generate(seed + repeat)
+        workload = replace(source.generate(seed + repeat), max_concurrency=max_concurrency)
         num_requests = len(workload)
         for setup, its_runs in zip(setups, runs, strict=True):
             on_run(setup.label, repeat)
             its_runs.append(target.run(setup.config, workload, slo))
     return Comparison(
         target=target.description,
-        workload=str(source),
+        workload=str(source) if max_concurrency is None else f"{source}, max_concurrency={max_concurrency}",
         slo=slo,
         seed=seed,
         num_requests=num_requests,

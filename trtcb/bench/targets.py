@@ -139,6 +139,7 @@ def serve(
         clock,
         eos_token_id=end_token,
         on_refused=lambda request, _: collector.refuse(request.request_id),
+        max_concurrency=workload.max_concurrency,
     )
     for outcome in simulation.run(workload.requests(vocab_size)):
         if outcome.stats is not None:

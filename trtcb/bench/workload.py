@@ -33,6 +33,7 @@ class Workload:
     priority: Floats
     prefix_len: int
     seed: int
+    max_concurrency: int | None = None  # unfinished requests at most; later ones are held back
 
     def __len__(self) -> int:
         return len(self.arrival_s)

@@ -36,6 +36,7 @@ def bench_policy(
     num_prompts: Annotated[int, typer.Option(help="Requests to send.")] = 1000,
     request_rate: Annotated[float, typer.Option(help="Requests a second; inf sends all at once.")] = float("inf"),
     burstiness: Annotated[float, typer.Option(help="1 is Poisson; below 1, arrivals come in bursts.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Unfinished requests at most.")] = None,
     random_input_len: Annotated[int, typer.Option(help="Mean prompt length in tokens.")] = 128,
     random_output_len: Annotated[int, typer.Option(help="Mean output length in tokens.")] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths are uniform within +- this share.")] = 0.0,
@@ -58,6 +59,7 @@ def bench_policy(
     from trtcb.bench.targets import Setup
     from trtcb.bench.workload import RandomWorkload, TraceWorkload
 
+    _check_writable(json_file, html_file)
     source: WorkloadSource
     if trace is not None:
         source = TraceWorkload(trace, max_tokens)
@@ -91,6 +93,7 @@ def bench_policy(
         seed=seed,
         repeats=repeats,
         on_run=_report_run,
+        max_concurrency=max_concurrency,
     )
     print(f"{comparison.target}; {comparison.num_requests} requests, seed {seed}, {repeats} repeats\n")
     print(text_table(rows(comparison)))
@@ -137,6 +140,15 @@ def _target(sim: str | None, plan: Path | None, step_time: float | None, check_c
     if step_time is None:
         return target
     return replace(target, step_time=StepTime(step_time), description=f"sim, {step_time:g} s a step")
+
+
+def _check_writable(*files: Path | None) -> None:
+    """Find out before a long run, not after it."""
+    from trtcb.errors import UsageError
+
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise UsageError(f"{file} cannot be written: there is no folder {file.parent}.")
 
 
 def _report_run(label: str, repeat: int) -> None:
