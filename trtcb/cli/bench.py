@@ -19,7 +19,7 @@ def bench_policy(
     setups: Annotated[
         list[str],
         typer.Argument(
-            help="Configurations, POLICY[:setting=value,...]; settings are those of serve.", metavar="SETUP..."
+            help="Configurations, POLICY[:setting=value,...]; settings are those of serve.", metavar="SETUP"
         ),
     ],
     sim: Annotated[str | None, typer.Option(help="Simulated machine: a YAML file, or 'builtin'. [builtin]")] = None,
@@ -42,7 +42,7 @@ def bench_policy(
     random_range_ratio: Annotated[float, typer.Option(help="Lengths are uniform within +- this share.")] = 0.0,
     random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts begin with, extra.")] = 0,
     output_len_cv: Annotated[float, typer.Option(help="Log-normal output lengths of this variation.")] = 0.0,
-    max_tokens: Annotated[int | None, typer.Option(help="Output length that clients declare. [the true one]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Output length clients declare. [the true one]")] = None,
     trace: Annotated[Path | None, typer.Option(help="JSONL with arrival_s, prompt_len, output_len a line.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first repeat's workload.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Workloads to draw; over 1, intervals are shown.")] = 1,
@@ -51,7 +51,7 @@ def bench_policy(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a report with plots to this file.")] = None,
 ) -> None:
-    """Run configurations under the same arrivals and print what each makes of them."""
+    """Compare configurations under the same arrivals."""
     from trtcb.bench.ab import compare
     from trtcb.bench.metrics import Slo
     from trtcb.bench.report import html_report
@@ -113,7 +113,7 @@ def calibrate(
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests to measure with.")] = 48,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the workload.")] = 0,
 ) -> None:
-    """Fit a simulated machine to a plan on this machine: seconds of a step by tokens, sequences and context."""
+    """Fit the simulated machine to a plan: seconds of a step by tokens, sequences and context."""
     from trtcb.bench.calibration import calibrate_plan
     from trtcb.cli.plan_path import plan_path
 
