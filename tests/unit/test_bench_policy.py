@@ -303,7 +303,7 @@ def test_command_line(tmp_path: Path) -> None:
     result = _trtcb(
         *("policy", "max_utilization", "guaranteed_no_evict:max_batch_size=4", "--num-prompts", "12"),
         *("--request-rate", "20", "--repeats", "2", "--goodput", "ttft:500 e2el:9000", "--requests"),
-        *("--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")),
+        *("--rates", "40,5", "--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")),
     )
     assert result.returncode == 0, result.stderr
     assert "guaranteed_no_evict:max_batch_size=4" in result.stdout
@@ -312,7 +312,12 @@ def test_command_line(tmp_path: Path) -> None:
     assert [r["config"]["max_batch_size"] for r in data["results"]] == [64, 4]
     assert data["results"][0]["metrics"]["completed"] == {"mean": 12.0, "ci95": 0.0, "runs": [12.0, 12.0]}
     assert data["slo_s"] == {"ttft": 0.5, "e2el": 9.0}
-    assert "<svg" in (tmp_path / "r.html").read_text()
+    assert (tmp_path / "r.html").read_text().count("<svg") == 2 + 1 + 2
+    slow, fast = data["frontier"]
+    assert "request_rate=5.0" in slow["workload"]
+    assert slow["results"][0]["metrics"]["request_rate"]["mean"] < fast["results"][0]["metrics"]["request_rate"]["mean"]
+    table = result.stdout.split("requests within the SLO (%):\n\n")[1].split("\n\n")[0]
+    assert [line.split()[1] for line in table.splitlines()[2:]] == ["5", "40"]
 
 
 @pytest.mark.parametrize(
@@ -322,6 +327,8 @@ def test_command_line(tmp_path: Path) -> None:
         ("policy", "nothing"),
         ("policy", "max_utilization", "--request-rate", "-1"),
         ("policy", "max_utilization", "--sim", "nowhere.yaml"),
+        ("policy", "max_utilization", "--rates", "1,x"),
+        ("policy", "max_utilization", "--rates", "1", "--trace", str(TRACES / "four-lengths.jsonl")),
         ("policy", "max_utilization", "--html", "no/such/folder/report.html"),
     ],
 )

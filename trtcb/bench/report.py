@@ -1,5 +1,6 @@
 """A comparison as one HTML file that needs nothing else: no script, no font, no picture from anywhere."""
 
+from collections.abc import Sequence
 from html import escape
 
 import numpy as np
@@ -16,8 +17,8 @@ _LIGHT = ("#0b62c4", "#c2510c", "#1a7f5a", "#8a3ffc", "#a11950", "#6b5d00")
 _DARK = ("#6cb0ff", "#ff9f5e", "#4fd1a1", "#c4a1ff", "#ff8fb8", "#e0cf5a")
 
 
-def html_report(comparison: Comparison, command: str) -> str:
-    """Render the report; ``command`` is shown as the way to make it again."""
+def html_report(comparison: Comparison, command: str, frontier: Sequence[Comparison] = ()) -> str:
+    """Render the report; ``command`` is shown as the way to make it again, ``frontier`` is the same at other rates."""
     names = [result.setup.label for result in comparison.results]
     body = [
         "<h1>Scheduling comparison</h1>",
@@ -30,6 +31,7 @@ def html_report(comparison: Comparison, command: str) -> str:
         '<div class="charts">',
         _figure("Time to first token", _cdf_chart("Time to first token", comparison, "ttft_s")),
         _figure("Time to the whole answer", _cdf_chart("Time to the whole answer", comparison, "e2e_s")),
+        *([_figure("Throughput and latency as the rate rises", _frontier_chart(frontier))] if frontier else []),
         "</div>",
         "<h2>Requests over time, first repeat</h2>",
         legend(["running", "paused", "waiting"]),
@@ -71,6 +73,16 @@ def _cdf(seconds: Floats) -> list[tuple[float, float]]:
     ranks = np.unique(np.linspace(0, len(known) - 1, min(len(known), _CDF_POINTS)).astype(int))
     shares = (ranks + 1) / len(seconds)
     return [(float(known[0]), 0.0), *zip(known[ranks].tolist(), shares.tolist(), strict=True)]
+
+
+def _frontier_chart(frontier: Sequence[Comparison]) -> str:
+    """First token's p95 over throughput, a point a rate."""
+    lines = []
+    for index, results in enumerate(zip(*(comparison.results for comparison in frontier), strict=True)):
+        points = [(r.estimate("output_tok_s").mean, r.estimate("ttft_p95_s").mean) for r in results]
+        lines.append(Line(results[0].setup.label, index % NUM_COLOURS, points))
+    title = "Time to first token, p95, over output tokens a second"
+    return line_chart(title, lines, x_title="output tokens/s", y_title="TTFT p95, seconds")
 
 
 def _timeline(result: Result) -> str:

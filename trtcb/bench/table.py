@@ -1,6 +1,7 @@
 """A comparison as plain text and as JSON."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,6 +77,14 @@ def text_table(table: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
+def frontier_rows(rates: Sequence[float], comparisons: Sequence[Comparison]) -> list[list[str]]:
+    """Return throughput, p95 of the first token and share within the SLO: a rate a row, a configuration a column."""
+    table = [["requests/s", *(result.setup.label for result in comparisons[0].results)]]
+    for rate, comparison in zip(rates, comparisons, strict=True):
+        table.append([f"{rate:g}", *map(_load_point, comparison.results)])
+    return table
+
+
 def per_request(comparison: Comparison) -> list[list[str]]:
     """Return start, first token and end of every request of the first repeat, in seconds from its arrival."""
     results = comparison.results
@@ -109,6 +118,11 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             for result in comparison.results
         ],
     }
+
+
+def _load_point(result: Result) -> str:
+    columns = (("output_tok_s", ""), ("ttft_p95_s", "ms"), ("good_share", "%"))
+    return " / ".join(shown(Estimate(result.estimate(metric).mean, math.nan), unit) for metric, unit in columns)
 
 
 def _times(result: Result, number: int) -> str:

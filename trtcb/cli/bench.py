@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from trtcb.bench.ab import WorkloadSource
     from trtcb.bench.targets import Target
+    from trtcb.bench.workload import RandomWorkload
 
 app = typer.Typer(help="Compare scheduling configurations, and calibrate the simulated machine.", no_args_is_help=True)
 
@@ -35,6 +36,9 @@ def bench_policy(
     num_blocks: Annotated[int | None, typer.Option(help="KV pool in blocks, for all configurations.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests to send.")] = 1000,
     request_rate: Annotated[float, typer.Option(help="Requests a second; inf sends all at once.")] = float("inf"),
+    rates: Annotated[
+        str | None, typer.Option(help="Also run at these rates, such as 2,4,8, and show the frontier.")
+    ] = None,
     burstiness: Annotated[float, typer.Option(help="1 is Poisson; below 1, arrivals come in bursts.")] = 1.0,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Unfinished requests at most.")] = None,
     random_input_len: Annotated[int, typer.Option(help="Mean prompt length in tokens.")] = 128,
@@ -52,10 +56,12 @@ def bench_policy(
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a report with plots to this file.")] = None,
 ) -> None:
     """Compare configurations under the same arrivals."""
+    from functools import partial
+
     from trtcb.bench.ab import compare
     from trtcb.bench.metrics import Slo
     from trtcb.bench.report import html_report
-    from trtcb.bench.table import per_request, rows, text_table, to_json
+    from trtcb.bench.table import frontier_rows, per_request, rows, text_table, to_json
     from trtcb.bench.targets import Setup
     from trtcb.bench.workload import RandomWorkload, TraceWorkload
 
@@ -85,25 +91,32 @@ def bench_policy(
     }
     common = {**target.engine, **{name: value for name, value in limits.items() if value is not None}}
     num_requests = len(source.generate(seed))
-    comparison = compare(
+    run = partial(
+        compare,
         [Setup.parse(text, common, num_requests) for text in setups],
         target,
-        source,
         slo=Slo.parse(goodput or []),
         seed=seed,
         repeats=repeats,
         on_run=_report_run,
         max_concurrency=max_concurrency,
     )
+    sources = _at_rates(source, rates)
+    comparison = run(source)
+    frontier = [run(source) for source in sources]
     print(f"{comparison.target}; {comparison.num_requests} requests, seed {seed}, {repeats} repeats\n")
     print(text_table(rows(comparison)))
+    if frontier:
+        print("\nOutput tokens/s / TTFT p95 (ms) / requests within the SLO (%):\n")
+        print(text_table(frontier_rows([source.request_rate for source in sources], frontier)))
     if requests:
         print("\nQueue wait / first token / end, in seconds from arrival:\n")
         print(text_table(per_request(comparison)))
     if json_file is not None:
-        json_file.write_text(json.dumps(to_json(comparison), indent=1) + "\n", "utf-8")
+        report = {**to_json(comparison), "frontier": [to_json(point) for point in frontier]}
+        json_file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     if html_file is not None:
-        html_file.write_text(html_report(comparison, _command()), "utf-8")
+        html_file.write_text(html_report(comparison, _command(), frontier), "utf-8")
 
 
 @app.command("calibrate")
@@ -140,6 +153,24 @@ def _target(sim: str | None, plan: Path | None, step_time: float | None, check_c
     if step_time is None:
         return target
     return replace(target, step_time=StepTime(step_time), description=f"sim, {step_time:g} s a step")
+
+
+def _at_rates(source: "WorkloadSource", rates: str | None) -> "list[RandomWorkload]":
+    """Return the workload at each of these rates, in ascending order."""
+    from dataclasses import replace
+
+    from trtcb.bench.workload import RandomWorkload
+    from trtcb.errors import UsageError
+
+    if rates is None:
+        return []
+    if not isinstance(source, RandomWorkload):
+        raise UsageError("A trace has its own rate: leave --rates out.")
+    try:
+        values = sorted({float(rate) for rate in rates.split(",")})
+    except ValueError:
+        raise UsageError(f"--rates '{rates}' is no list of numbers: write them as 2,4,8.") from None
+    return [replace(source, request_rate=rate) for rate in values]
 
 
 def _check_writable(*files: Path | None) -> None:
