@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "builder": {"contract", "plugins"},
     "executor": {"contract", "plugins"},
     "server": {"contract", "executor"},
-    "cli": {"contract", "plugins", "builder", "executor", "server"},
+    "bench": {"contract", "executor"},
+    "cli": {"contract", "plugins", "builder", "executor", "server", "bench"},
 }
 # Entry points that hand over to a layer above, by imports inside functions.
 EXCEPTIONS = {
@@ -102,7 +103,7 @@ def test_every_file_with_code_is_in_a_package() -> None:
 
 
 def test_presets_and_type_marker_are_found_as_package_data() -> None:
-    for kind in ("models", "serve"):
+    for kind in ("models", "serve", "sim"):
         files = sorted(p.name for p in (ROOT / "configs" / kind).glob("*.yaml"))
         assert files
         assert sorted(p.name for p in (resources.files("trtcb.configs") / kind).iterdir()) == files
@@ -144,7 +145,10 @@ LIGHT = {
     "inspect": ["inspect", "PLAN"],
     "models": ["models"],
     "doctor": ["doctor"],
-    **{f"{name} --help": [name, "--help"] for name in ("build", "serve", "generate", "chat", "export", "inspect")},
+    **{
+        f"{name} --help": [name, "--help"]
+        for name in ("build", "serve", "generate", "chat", "export", "inspect", "bench")
+    },
 }
 
 

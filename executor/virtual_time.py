@@ -1,0 +1,153 @@
+"""Clocks that skip idle time, and the runtimes that make steps take virtual time and end where a script says."""
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from trtcb.executor.runtime import Batch, Int32, Runtime
+from trtcb.executor.step_time import StepLoad, StepTime
+
+
+class VirtualClock:
+    """Stands still until somebody moves it. Seconds from 0."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def __call__(self) -> float:
+        """Present time."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self._now_s += seconds
+
+    def jump_to(self, now_s: float) -> None:
+        """Skip to a later moment; an earlier one changes nothing."""
+        self._now_s = max(self._now_s, now_s)
+
+
+class SkippingClock:
+    """Runs with real time, seconds from 0, but can skip what nobody needs to wait through."""
+
+    def __init__(self) -> None:
+        self._start_s = time.monotonic()
+
+    def __call__(self) -> float:
+        """Present time."""
+        return time.monotonic() - self._start_s
+
+    def jump_to(self, now_s: float) -> None:
+        """Skip to a later moment; an earlier one changes nothing."""
+        self._start_s = min(self._start_s, time.monotonic() - now_s)
+
+
+class BlankRuntime:
+    """Keeps nothing and draws token 0 everywhere: for runs in which only lengths and times matter."""
+
+    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._num_tokens: int | None = None
+
+    def launch(self, batch: Batch) -> None:
+        """Start one step."""
+        if self._num_tokens is not None:
+            raise RuntimeError("a step is in flight already: wait for it first")
+        self._num_tokens = len(batch.logit_index)
+
+    def wait(self) -> Int32:
+        """Finish it."""
+        count, self._num_tokens = self._num_tokens, None
+        if count is None:
+            raise RuntimeError("no step is in flight: launch one first")
+        return np.zeros(count, np.int32)
+
+    def close(self) -> None:
+        """Free nothing; there is nothing."""
+
+
+class VirtualTimeRuntime:
+    """Runs steps on ``inner``, however long that takes, and moves a virtual clock by what ``step_time`` says."""
+
+    def __init__(self, inner: Runtime, clock: VirtualClock, step_time: StepTime) -> None:
+        self.num_blocks = inner.num_blocks
+        self.block_size = inner.block_size
+        self._inner = inner
+        self._clock = clock
+        self._step_time = step_time
+        self._seconds = 0.0
+
+    def launch(self, batch: Batch) -> None:
+        """Start one step."""
+        self._seconds = self._step_time.seconds(StepLoad.of(batch))
+        self._inner.launch(batch)
+
+    def wait(self) -> Int32:
+        """Finish it, and let its time pass."""
+        tokens = self._inner.wait()
+        self._clock.advance(self._seconds)
+        return tokens
+
+    def close(self) -> None:
+        """Close ``inner``."""
+        self._inner.close()
+
+
+class TimedRuntime:
+    """Runs steps on ``inner`` and notes each one's load and real seconds, from launch to result."""
+
+    def __init__(self, inner: Runtime) -> None:
+        self.num_blocks = inner.num_blocks
+        self.block_size = inner.block_size
+        self.loads: list[StepLoad] = []
+        self.seconds: list[float] = []
+        self._inner = inner
+        self._start_s = 0.0
+
+    def launch(self, batch: Batch) -> None:
+        """Start one step."""
+        self.loads.append(StepLoad.of(batch))
+        self._start_s = time.perf_counter()
+        self._inner.launch(batch)
+
+    def wait(self) -> Int32:
+        """Finish it."""
+        tokens = self._inner.wait()
+        self.seconds.append(time.perf_counter() - self._start_s)
+        return tokens
+
+    def close(self) -> None:
+        """Close ``inner``."""
+        self._inner.close()
+
+
+class ScriptedRuntime:
+    """Runs steps on ``inner``, but every request draws ``end_token`` at a position that was decided beforehand.
+
+    ``ends[seed]`` is that position, counted over prompt and output, for the request with that sampling seed. So output
+    lengths follow a workload whatever the model would say, and the scheduler cannot know them.
+    """
+
+    def __init__(self, inner: Runtime, ends: npt.NDArray[np.int64], end_token: int) -> None:
+        self.num_blocks = inner.num_blocks
+        self.block_size = inner.block_size
+        self._inner = inner
+        self._ends = ends
+        self._end_token = end_token
+        self._is_end = np.zeros(0, np.bool_)
+
+    def launch(self, batch: Batch) -> None:
+        """Start one step."""
+        sampling = batch.sampling
+        self._is_end = self._ends[sampling.seed.astype(np.intp)] == sampling.position
+        self._inner.launch(batch)
+
+    def wait(self) -> Int32:
+        """Finish it, and put in the ends that are due."""
+        return np.where(self._is_end, np.int32(self._end_token), self._inner.wait())
+
+    def close(self) -> None:
+        """Close ``inner``."""
+        self._inner.close()

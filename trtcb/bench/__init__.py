@@ -1,0 +1,1 @@
+"""Benchmarks: workloads, what is measured under them, and reports that compare configurations."""

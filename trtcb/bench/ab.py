@@ -1,0 +1,111 @@
+"""Compares configurations under the same arrivals, over repeats, and says how sure it is."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from trtcb.bench.metrics import RunResult, Slo
+from trtcb.bench.targets import Setup, Target
+from trtcb.bench.workload import Workload
+from trtcb.errors import UsageError
+
+# Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom.
+_T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+class WorkloadSource(Protocol):
+    """Something that draws workloads."""
+
+    def generate(self, seed: int) -> Workload:
+        """Draw the workload of this seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over repeats and half its 95 % confidence interval; NaN of a single run."""
+
+    mean: float
+    margin: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Estimate":
+        """Estimate from independent repeats, by Student's t."""
+        count = len(values)
+        mean = math.fsum(values) / count
+        if count < 2:
+            return Estimate(mean, math.nan)
+        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+        quantile = _T95[count - 2] if count - 2 < len(_T95) else 1.96
+        return Estimate(mean, quantile * deviation / math.sqrt(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All runs of one configuration, one a repeat; repeat ``r`` had the workload of seed ``seed + r``."""
+
+    setup: Setup
+    runs: tuple[RunResult, ...]
+
+    def estimate(self, metric: str) -> Estimate:
+        """Mean of a metric over the repeats."""
+        return Estimate.of([run.values[metric] for run in self.runs])
+
+    def speedup(self, baseline: "Result") -> Estimate:
+        """Output tokens a second relative to another configuration's, repeat by repeat under the same arrivals."""
+        pairs = zip(self.runs, baseline.runs, strict=True)
+        return Estimate.of([one.values["output_tok_s"] / other.values["output_tok_s"] for one, other in pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What came out, with what is needed to run it again."""
+
+    target: str
+    workload: str
+    slo: Slo
+    seed: int
+    num_requests: int
+    results: tuple[Result, ...]
+
+
+def compare(
+    setups: Sequence[Setup],
+    target: Target,
+    source: WorkloadSource,
+    *,
+    slo: Slo,
+    seed: int,
+    repeats: int,
+    on_run: Callable[[str, int], None],
+    max_concurrency: int | None = None,
+) -> Comparison:
+    """Run every configuration under every repeat's workload. ``on_run`` is told of each run before it starts.
+
+    With ``max_concurrency`` clients hold requests back while so many are unfinished.
+    """
+    if repeats < 1:
+        raise UsageError(f"--repeats must be at least 1, not {repeats}.")
+    labels = [setup.label for setup in setups]
+    if len(set(labels)) < len(labels):
+        raise UsageError("Two of the configurations are the same: change one, or use --repeats.")
+    runs: list[list[RunResult]] = [[] for _ in setups]
+    num_requests = 0
+    for repeat in range(repeats):
+        workload = replace(source.generate(seed + repeat), max_concurrency=max_concurrency)
+        num_requests = len(workload)
+        for setup, its_runs in zip(setups, runs, strict=True):
+            on_run(setup.label, repeat)
+            its_runs.append(target.run(setup.config, workload, slo))
+    return Comparison(
+        target=target.description,
+        workload=str(source) if max_concurrency is None else f"{source}, max_concurrency={max_concurrency}",
+        slo=slo,
+        seed=seed,
+        num_requests=num_requests,
+        results=tuple(Result(setup, tuple(its_runs)) for setup, its_runs in zip(setups, runs, strict=True)),
+    )

@@ -1,0 +1,149 @@
+"""A comparison as plain text and as JSON."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trtcb.bench.ab import Comparison, Estimate, Result
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How a metric is shown: its title, and its unit (``s`` becomes ms, ``%`` is a share)."""
+
+    metric: str
+    title: str
+    unit: str = ""
+
+
+def _latency(name: str, title: str) -> list[Column]:
+    return [Column(f"{name}_p{q}_s", f"{title} p{q} (ms)", "ms") for q in (50, 95, 99)]
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("output_tok_s", "output tokens/s"),
+    Column("request_rate", "requests/s"),
+    *_latency("ttft", "TTFT"),
+    *_latency("itl", "ITL"),
+    *_latency("tpot", "TPOT"),
+    *_latency("e2e", "E2E"),
+    *_latency("queue", "queue wait"),
+    Column("goodput_rate", "goodput (requests/s)"),
+    Column("good_share", "requests within SLO (%)", "%"),
+    Column("pauses", "pauses"),
+    Column("recomputed_tokens", "recomputed tokens"),
+    Column("prefix_hit_tokens", "prefix hits (tokens)"),
+    Column("pool_used", "pool used, mean (%)", "%"),
+    Column("pool_used_peak", "pool used, peak (%)", "%"),
+    Column("pool_promised", "pool used + reserved, mean (%)", "%"),
+    Column("declared_ratio", "declared / true output length"),
+    Column("slot_use", "slot-steps used (%)", "%"),
+    Column("steps", "steps"),
+    Column("completed", "completed"),
+    Column("refused", "refused"),
+    Column("duration_s", "duration (s)"),
+)
+
+
+def shown(estimate: Estimate, unit: str) -> str:
+    """Write a value in its unit, with its confidence interval if there is one."""
+    scale = {"ms": 1000.0, "%": 100.0}.get(unit, 1.0)
+    text = _number(estimate.mean * scale)
+    return text if math.isnan(estimate.margin) else f"{text} ± {_margin(estimate.margin * scale)}"
+
+
+def rows(comparison: Comparison) -> list[list[str]]:
+    """Return the table: a header, then a metric a row and a configuration a column."""
+    baseline = comparison.results[0]
+    table = [["", *(result.setup.label for result in comparison.results)]]
+    table.append(["throughput vs first", *(shown(r.speedup(baseline), "") for r in comparison.results)])
+    for column in COLUMNS:
+        values = (shown(result.estimate(column.metric), column.unit) for result in comparison.results)
+        table.append([column.title, *values])
+    return table
+
+
+def text_table(table: list[list[str]]) -> str:
+    """Align a table for a terminal; it is valid Markdown as well."""
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    lines = []
+    for number, row in enumerate(table):
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append(f"| {' | '.join(cells)} |")
+        if number == 0:
+            rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+            lines.append(f"| {' | '.join(rule)} |")
+    return "\n".join(lines)
+
+
+def frontier_rows(rates: Sequence[float], comparisons: Sequence[Comparison]) -> list[list[str]]:
+    """Return throughput, p95 of the first token and share within the SLO: a rate a row, a configuration a column."""
+    table = [["requests/s", *(result.setup.label for result in comparisons[0].results)]]
+    for rate, comparison in zip(rates, comparisons, strict=True):
+        table.append([f"{rate:g}", *map(_load_point, comparison.results)])
+    return table
+
+
+def per_request(comparison: Comparison) -> list[list[str]]:
+    """Return start, first token and end of every request of the first repeat, in seconds from its arrival."""
+    results = comparison.results
+    table = [["request", *(result.setup.label for result in results)]]
+    for number in range(comparison.num_requests):
+        table.append([str(number), *(_times(result, number) for result in results)])
+    return table
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the comparison as JSON values; a number that does not exist is null."""
+    return {
+        "target": comparison.target,
+        "workload": comparison.workload,
+        "slo_s": dict(comparison.slo.limits),
+        "seed": comparison.seed,
+        "num_requests": comparison.num_requests,
+        "results": [
+            {
+                "label": result.setup.label,
+                "config": asdict(result.setup.config),
+                "metrics": {
+                    column.metric: {
+                        "mean": _finite(result.estimate(column.metric).mean),
+                        "ci95": _finite(result.estimate(column.metric).margin),
+                        "runs": [_finite(run.values[column.metric]) for run in result.runs],
+                    }
+                    for column in COLUMNS
+                },
+            }
+            for result in comparison.results
+        ],
+    }
+
+
+def _load_point(result: Result) -> str:
+    columns = (("output_tok_s", ""), ("ttft_p95_s", "ms"), ("good_share", "%"))
+    return " / ".join(shown(Estimate(result.estimate(metric).mean, math.nan), unit) for metric, unit in columns)
+
+
+def _times(result: Result, number: int) -> str:
+    requests = result.runs[0].requests
+    times = (requests.queue_s[number], requests.ttft_s[number], requests.e2e_s[number])
+    return " / ".join(f"{float(value):.3f}" for value in times)
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    if value == round(value) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}" if abs(value) >= 0.01 else f"{value:.2g}"
+
+
+def _margin(value: float) -> str:
+    """Two digits that count: an interval is no better known."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,195 @@
+"""Where a comparison runs: on a simulated machine or on a plan. Both drive the engine core of serving."""
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trtcb.bench.metrics import Collector, RunResult, Slo
+from trtcb.bench.workload import Workload
+from trtcb.config import ServeConfig
+from trtcb.config_sources import did_you_mean, resolve
+from trtcb.errors import RequestError, UsageError
+from trtcb.executor.config import EngineConfig
+from trtcb.executor.request import Request, SamplingParams
+from trtcb.executor.runtime import Runtime
+from trtcb.executor.sim_runtime import SimRuntime
+from trtcb.executor.simulation import JumpingClock, Simulation
+from trtcb.executor.step_time import StepTime
+from trtcb.executor.virtual_time import (
+    BlankRuntime,
+    ScriptedRuntime,
+    SkippingClock,
+    VirtualClock,
+    VirtualTimeRuntime,
+)
+
+SIM_VOCAB_SIZE = 32000
+_ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig))
+
+
+class _StepTimeSettings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base_s: float
+    per_token_s: float = 0.0
+    per_sequence_s: float = 0.0
+    per_context_token_s: float = 0.0
+
+
+class _SimSettings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step_time: _StepTimeSettings
+    engine: dict[str, Any] = {}
+
+
+class Target(Protocol):
+    """Something that configurations are compared on."""
+
+    @property
+    def description(self) -> str:
+        """What it is, in words."""
+
+    @property
+    def engine(self) -> Mapping[str, Any]:
+        """Settings that hold unless a configuration says otherwise."""
+
+    def run(self, config: EngineConfig, workload: Workload, slo: Slo) -> RunResult:
+        """Serve a workload with a fresh engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimTarget:
+    """A machine that is a formula, on a virtual clock.
+
+    With ``check_contents`` the token ids are kept in the simulated KV blocks and every context is read back through
+    its block table at every token; without, nothing is kept. The scheduler's decisions are the same.
+    """
+
+    description: str
+    step_time: StepTime
+    engine: Mapping[str, Any]
+    check_contents: bool = False
+
+    @staticmethod
+    def load(source: str) -> "SimTarget":
+        """Read a YAML file, or the one that comes with trtcb under a name (``builtin``)."""
+        shipped = resources.files("trtcb.configs") / "sim" / f"{source}.yaml"
+        try:
+            text = (shipped if shipped.is_file() else Path(source)).read_text("utf-8")
+            settings = _SimSettings.model_validate(yaml.safe_load(text))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--sim {source} cannot be read: {error}. Give a YAML file, or 'builtin'.") from None
+        except yaml.YAMLError as error:
+            raise UsageError(f"--sim {source} is not valid YAML: {' '.join(str(error).split())}.") from None
+        except ValidationError as error:
+            item = error.errors()[0]
+            raise UsageError(f"--sim {source}: {'.'.join(map(str, item['loc']))}: {item['msg']}.") from None
+        return SimTarget(f"sim {source}", StepTime(**settings.step_time.model_dump()), settings.engine)
+
+    def run(self, config: EngineConfig, workload: Workload, slo: Slo) -> RunResult:
+        """Serve a workload in virtual time."""
+        if config.num_blocks is None:
+            raise UsageError("A simulated machine has no memory to size the pool by: set num_blocks.")
+        clock = VirtualClock()
+        size = {"num_blocks": config.num_blocks, "block_size": config.block_size}
+        inner: Runtime = SimRuntime(vocab_size=SIM_VOCAB_SIZE, **size) if self.check_contents else BlankRuntime(**size)
+        return serve(VirtualTimeRuntime(inner, clock, self.step_time), config, clock, SIM_VOCAB_SIZE, workload, slo)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTarget:
+    """A real plan. Steps and scheduling take their real time; gaps without any request are skipped.
+
+    The model computes every token, but where an answer ends is up to the workload.
+    """
+
+    description: str
+    path: Path
+    engine: Mapping[str, Any]
+
+    def run(self, config: EngineConfig, workload: Workload, slo: Slo) -> RunResult:
+        """Open the plan, warm up, and serve a workload."""
+        from trtcb.executor.served_model import ServedModel
+
+        served = ServedModel.from_plan(self.path, config, verify="header")
+        vocab_size = served.model.vocab_size
+        try:
+            warm_up(served.runtime, served.config, vocab_size)
+            return serve(served.runtime, served.config, SkippingClock(), vocab_size, workload, slo)
+        finally:
+            served.runtime.close()
+
+
+def serve(
+    runtime: Runtime, config: EngineConfig, clock: JumpingClock, vocab_size: int, workload: Workload, slo: Slo
+) -> RunResult:
+    """Serve a workload on a runtime whose model has the tokens below ``vocab_size``, and measure it."""
+    collector = Collector(workload, runtime.num_blocks, config.max_batch_size)
+    end_token = vocab_size  # one that the model does not have, so that nothing else ends an answer
+    simulation = Simulation(
+        ScriptedRuntime(runtime, workload.ends, end_token),
+        config,
+        clock,
+        eos_token_id=end_token,
+        on_refused=lambda request, _: collector.refuse(request.request_id),
+        max_concurrency=workload.max_concurrency,
+    )
+    for outcome in simulation.run(workload.requests(vocab_size)):
+        if outcome.stats is not None:
+            collector.step(outcome.stats, clock())
+    return collector.result(max(clock() - float(workload.arrival_s[0]), 1e-9), slo)
+
+
+def warm_up(runtime: Runtime, config: EngineConfig, vocab_size: int) -> None:
+    """Run a few short requests, so that nothing is compiled or faulted in while it is measured."""
+
+    def refuse(request: Request, reason: str) -> None:
+        raise RequestError(f"The warm-up does not fit this engine: {reason}")
+
+    length = min(8, config.max_seq_len - 3)
+    requests = [
+        Request(f"warm-up-{number}", (number,) * length, SamplingParams(max_tokens=2, temperature=0.0))
+        for number in range(min(4, config.max_queue_size))
+    ]
+    simulation = Simulation(runtime, config, SkippingClock(), eos_token_id=vocab_size, on_refused=refuse)
+    for _ in simulation.run(requests):
+        pass
+    gc.collect()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A configuration and the words it was asked for with."""
+
+    label: str
+    config: EngineConfig
+
+    @staticmethod
+    def parse(text: str, common: Mapping[str, Any], num_requests: int) -> "Setup":
+        """Read ``POLICY[:setting=value,…]``; settings are those of ``trtcb serve``, and go over ``common`` ones.
+
+        The queue takes all ``num_requests`` unless ``max_queue_size`` is set, so that nothing is refused by accident.
+        """
+        policy, _, rest = text.partition(":")
+        flags: dict[str, Any] = {"scheduler_policy": policy.strip()}
+        for part in filter(None, (part.strip() for part in rest.split(","))):
+            name, equals, value = part.partition("=")
+            if not equals:
+                raise UsageError(f"'{text}': write settings as name=value, not '{part}'.")
+            flags[name.strip().replace("-", "_")] = value.strip()
+        resolved = resolve(ServeConfig, flags={**common, **flags})
+        foreign = [name for name, origin in resolved.origins.items() if origin == "flag" and name not in _ENGINE_FIELDS]
+        if foreign:
+            hint = did_you_mean(foreign[0], _ENGINE_FIELDS) or "."
+            raise UsageError(f"'{text}': {foreign[0]} is no setting of the engine{hint}")
+        config = resolved.config.engine
+        if resolved.origins["max_queue_size"] != "flag":
+            config = replace(config, max_queue_size=max(1, num_requests))
+        return Setup(text, config)
