@@ -7,6 +7,7 @@ from trtcb.executor.request import Request
 
 if TYPE_CHECKING:
     from trtcb.executor.detokenizer import TextOutput
+    from trtcb.executor.sampling_state import SamplingState
 
 
 class Sequence:
@@ -34,6 +35,7 @@ class Sequence:
         "rank",
         "request",
         "room",
+        "sampling",
         "seed",
         "slot",
         "text",
@@ -65,6 +67,7 @@ class Sequence:
         self.max_computed = 0  # most tokens it ever had computed: what lies below it after a pause is recomputation
 
         self.text: TextOutput | None = None
+        self.sampling: SamplingState | None = None  # None: its logits are drawn from as they are
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s = 0.0

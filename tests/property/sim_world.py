@@ -2,7 +2,8 @@
 
 import random
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -10,9 +11,9 @@ from tests.property.reference_policies import Reference
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.core import EngineCore
 from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams
-from trtcb.executor.runtime import Batch
+from trtcb.executor.runtime import Batch, StepOutput
 from trtcb.executor.sequence import Sequence
-from trtcb.executor.sim_runtime import SimRuntime, expected_tokens
+from trtcb.executor.sim_runtime import SimRuntime, expected_logprobs, expected_tokens
 
 VOCAB_SIZE = 23
 EOS = 3
@@ -24,12 +25,13 @@ class FaultyRuntime(SimRuntime):
     fault: tuple[str, int] | None = None
     victim: int | None = None  # batch row that the last fault hit
 
-    def wait(self) -> np.ndarray:
+    def wait(self) -> StepOutput:
         batch: Batch | None = self._batch
-        tokens = super().wait()
+        output = super().wait()
+        tokens = output.tokens
         fault, self.fault = self.fault, None
         if fault is None or batch is None:
-            return tokens
+            return output
         kind, number = fault
         if kind == "batch":
             raise RuntimeError("injected")
@@ -41,7 +43,7 @@ class FaultyRuntime(SimRuntime):
             error = RuntimeError("injected")
             error.request_index = self.victim = number % (len(batch.cu_q) - 1)
             raise error
-        return tokens
+        return output
 
 
 @dataclass
@@ -159,6 +161,21 @@ def check_answer(request: Request, deltas: list[Delta], config: EngineConfig) ->
         assert tokens == expected[: len(tokens)]
     else:
         assert (tokens, deltas[-1].finish_reason) == (expected, reason)
+    check_logprobs(request, deltas, tokens)
+
+
+def check_logprobs(request: Request, deltas: list[Delta], tokens: list[int]) -> None:
+    """An entry for each token, whose numbers are those of the tokens before it."""
+    count = request.params.logprobs
+    if count is None:
+        assert all(delta.logprobs is None for delta in deltas)
+        return
+    entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert [entry.token_id for entry in entries] == tokens
+    rows = expected_logprobs(request.prompt_token_ids, request.params, tokens, vocab_size=VOCAB_SIZE)
+    for entry, row in zip(entries, rows, strict=True):
+        assert entry.logprob == row[entry.token_id]
+        assert list(entry.top) == sorted(enumerate(row.tolist()), key=lambda item: -item[1])[:count]
 
 
 def expected_answer(request: Request, config: EngineConfig) -> tuple[list[int], FinishReason]:
@@ -166,7 +183,7 @@ def expected_answer(request: Request, config: EngineConfig) -> tuple[list[int], 
     params = request.params
     room = config.max_seq_len - len(request.prompt_token_ids)
     limit = min(params.max_tokens or room, room)
-    tokens = expected_tokens(request.prompt_token_ids, params, limit, vocab_size=VOCAB_SIZE)
+    tokens = expected_tokens(request.prompt_token_ids, params, limit, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
     for index, token in enumerate(tokens):
         if token in ends:
@@ -190,6 +207,19 @@ def random_config(rng: random.Random, policy: str, max_len: int) -> EngineConfig
     )
 
 
+def random_logit_params(rng: random.Random, max_tokens: int) -> dict[str, Any]:
+    """Some of what changes the logits or tells of them; now and then nothing."""
+    bias = tuple((rng.randrange(VOCAB_SIZE), rng.uniform(-3, 3)) for _ in range(rng.randint(1, 4)))
+    return {
+        "repetition_penalty": rng.choice([1.0, 1.0, 0.8, 1.5]),
+        "presence_penalty": rng.choice([0.0, 0.0, 1.0, -0.5]),
+        "frequency_penalty": rng.choice([0.0, 0.0, 0.4, -0.3]),
+        "logit_bias": rng.choice([(), bias]),
+        "min_tokens": rng.choice([0, rng.randint(0, max_tokens)]),
+        "logprobs": rng.choice([None, None, 0, 3, 20]),
+    }
+
+
 def random_requests(rng: random.Random, count: int) -> list[Request]:
     """Prompts that share beginnings, some equal, with mixed limits, ends, seeds, priorities and salts."""
     stem = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 6, 12]))]
@@ -210,6 +240,8 @@ def random_requests(rng: random.Random, count: int) -> list[Request]:
             stop_token_ids=(7,) if rng.random() < 0.3 else (),
             ignore_eos=rng.random() < 0.5,
         )
+        if rng.random() < 0.5:
+            params = replace(params, **random_logit_params(rng, params.max_tokens or 1))
         requests.append(
             Request(
                 f"r{number}",

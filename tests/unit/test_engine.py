@@ -32,10 +32,10 @@ class Gated(SimRuntime):
     def wait(self):
         self.entered.set()
         assert self.gate.wait(WAIT_S)
-        tokens = super().wait()
+        output = super().wait()
         if self.failure is not None:
             raise self.failure
-        return tokens
+        return output
 
     def close(self):
         self.closed_by.append(threading.current_thread().name)
