@@ -46,6 +46,13 @@ class FaultyRuntime(SimRuntime):
         return output
 
 
+class Letters:
+    """A tokenizer with a letter for each token."""
+
+    def decode(self, ids):
+        return "".join(chr(97 + token) for token in ids)
+
+
 @dataclass
 class World:
     """Drives one core and holds every request to the token law: its tokens are those it would get alone."""
@@ -57,12 +64,15 @@ class World:
     num_pauses: int = 0
     num_hit_tokens: int = 0
     num_steps: int = 0
+    num_stopped_by_text: int = 0
 
     def __post_init__(self) -> None:
         self.runtime = FaultyRuntime(
             num_blocks=self.num_blocks, block_size=self.config.block_size, vocab_size=VOCAB_SIZE
         )
-        self.core = EngineCore(self.runtime, self.config, tokenizer=None, eos_token_ids=[EOS], vocab_size=VOCAB_SIZE)
+        self.core = EngineCore(
+            self.runtime, self.config, tokenizer=Letters(), eos_token_ids=[EOS], vocab_size=VOCAB_SIZE
+        )
 
     @property
     def scheduler(self):
@@ -151,16 +161,21 @@ class World:
         assert self.core.recorder.num_audit_failures == 0
         for request_id, request in self.requests.items():
             check_answer(request, self.deltas[request_id], self.config)
+            last = self.deltas[request_id][-1]
+            ends = {*request.params.stop_token_ids, EOS}
+            self.num_stopped_by_text += last.finish_reason is FinishReason.STOP and last.token_ids[0] not in ends
 
 
 def check_answer(request: Request, deltas: list[Delta], config: EngineConfig) -> None:
     assert [d.finish_reason is not None for d in deltas] == [False] * (len(deltas) - 1) + [True]
     tokens = [token for delta in deltas for token in delta.token_ids]
-    expected, reason = expected_answer(request, config)
+    text = "".join(delta.text for delta in deltas)
+    expected, expected_text, reason = expected_answer(request, config)
     if deltas[-1].finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
         assert tokens == expected[: len(tokens)]
+        assert expected_text.startswith(text)
     else:
-        assert (tokens, deltas[-1].finish_reason) == (expected, reason)
+        assert (tokens, text, deltas[-1].finish_reason) == (expected, expected_text, reason)
     check_logprobs(request, deltas, tokens)
 
 
@@ -178,17 +193,21 @@ def check_logprobs(request: Request, deltas: list[Delta], tokens: list[int]) -> 
         assert list(entry.top) == sorted(enumerate(row.tolist()), key=lambda item: -item[1])[:count]
 
 
-def expected_answer(request: Request, config: EngineConfig) -> tuple[list[int], FinishReason]:
+def expected_answer(request: Request, config: EngineConfig) -> tuple[list[int], str, FinishReason]:
     """By the definition of the sim model, and nothing of the engine."""
     params = request.params
     room = config.max_seq_len - len(request.prompt_token_ids)
     limit = min(params.max_tokens or room, room)
     tokens = expected_tokens(request.prompt_token_ids, params, limit, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    letters = Letters().decode(tokens)
     for index, token in enumerate(tokens):
         if token in ends:
-            return tokens[: index + 1], FinishReason.STOP
-    return tokens, FinishReason.LENGTH
+            return tokens[: index + 1], letters[:index], FinishReason.STOP
+        matched = [stop for stop in params.stop if letters[params.min_tokens : index + 1].endswith(stop)]
+        if matched:
+            return tokens[: index + 1], letters[: index + 1 - max(map(len, matched))], FinishReason.STOP
+    return tokens, letters, FinishReason.LENGTH
 
 
 def random_config(rng: random.Random, policy: str, max_len: int) -> EngineConfig:
@@ -218,6 +237,12 @@ def random_logit_params(rng: random.Random, max_tokens: int) -> dict[str, Any]:
         "min_tokens": rng.choice([0, rng.randint(0, max_tokens)]),
         "logprobs": rng.choice([None, None, 0, 3, 20]),
     }
+
+
+def with_random_stops(rng: random.Random, request: Request) -> Request:
+    """The same request, with stop strings as often as not; they need an engine with a tokenizer."""
+    stops = rng.choice([(), (), ("a", "ba"), ("bc", "cbc", "kk"), tuple("efgh")])
+    return replace(request, params=replace(request.params, stop=stops))
 
 
 def random_requests(rng: random.Random, count: int) -> list[Request]:
