@@ -63,19 +63,24 @@ class SamplingState:
         if not self._num_seen:
             self._num_seen = seq.num_prompt_tokens
             if self._is_counting_prompt:
-                self._count(seq.token_ids[: seq.num_prompt_tokens], times=0)
-        self._count(seq.token_ids[self._num_seen :], times=1)
+                self._list_prompt(seq.request.prompt_token_ids)
+        self._count(seq.token_ids[self._num_seen :])
         self._num_seen = seq.num_tokens
         return np.array(self._seen, np.int32), np.array(self._counts, np.int32)  # copies: a view would lock the array
 
-    def _count(self, token_ids: array[int], *, times: int) -> None:
-        for token in token_ids:
+    def _list_prompt(self, prompt: Items[int]) -> None:
+        distinct = dict.fromkeys(prompt)  # no loop over what may be a hundred thousand tokens
+        self._seen = array("i", distinct)
+        self._counts = array("i", bytes(self._counts.itemsize * len(distinct)))
+        self._index = {token: place for place, token in enumerate(distinct)}
+
+    def _count(self, output: Items[int]) -> None:
+        for token in output:
             place = self._index.setdefault(token, len(self._seen))
             if place == len(self._seen):
                 self._seen.append(token)
-                self._counts.append(times)
-            else:
-                self._counts[place] += times
+                self._counts.append(0)
+            self._counts[place] += 1
 
 
 def logit_edits(drawing: Items[Sequence]) -> LogitEdits:
