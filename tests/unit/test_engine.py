@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.property.sim_world import EOS, VOCAB_SIZE, check_answer
+from tests.property.sim_world import EOS, VOCAB_SIZE, Letters, check_answer
 from trtcb.errors import DrainingError, EngineDeadError, QueueFullError, RequestError, UsageError
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.engine import Engine
@@ -50,7 +50,7 @@ class Harness:
         self.engine = Engine(
             self.runtime,
             self.config,
-            tokenizer=None,
+            tokenizer=Letters(),
             eos_token_ids=[EOS],
             vocab_size=VOCAB_SIZE,
             on_deltas=self.receive,
