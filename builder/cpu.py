@@ -57,6 +57,7 @@ class CpuCompiler:
         """Compile the kernels of this shape into the user's cache."""
         from trtcb.plugins.cpu.head import compile_head
         from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
+        from trtcb.plugins.cpu.logits import LogitEditor
         from trtcb.plugins.cpu.sampling import Sampler
 
         config = KernelConfig.of(
@@ -65,6 +66,7 @@ class CpuCompiler:
         load_kernels(config, on_progress=on_progress)
         compile_head(checkpoint.spec.vocab_size, checkpoint.spec.hidden_size, on_progress=on_progress)
         Sampler(checkpoint.spec.vocab_size, on_progress=on_progress)
+        LogitEditor(checkpoint.spec.vocab_size, on_progress=on_progress)
 
 
 class _WeightLoader:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from trtcb.errors import RequestError
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.detokenizer import Decoder, TextOutput
-from trtcb.executor.request import Request, SamplingParams
+from trtcb.executor.request import MAX_LOGIT_BIASES, MAX_LOGPROBS, Request, SamplingParams
+from trtcb.executor.sampling_state import SamplingState
 from trtcb.executor.sequence import Sequence
 
 _SEED_MASK = (1 << 64) - 1
@@ -22,23 +23,40 @@ class Admission:
     num_blocks: int
     vocab_size: int
     tokenizer: Decoder | None  # None: an engine of token ids alone
+    eos_token_ids: frozenset[int] = frozenset()
 
     def sequence(self, request: Request, now_s: float) -> Sequence:
         """Make a sequence of ``request``, or raise :class:`RequestError`. Without a seed, it gets a random one."""
-        _check_params(request.params, has_tokenizer=self.tokenizer is not None)
+        params = request.params
+        _check_params(params, has_tokenizer=self.tokenizer is not None)
+        _check_logit_params(params, self.vocab_size)
         if not (isinstance(request.priority, (int, float)) and 0.0 <= request.priority <= 1.0):
             raise RequestError(f"priority must be a number from 0 to 1, not {request.priority}.", param="priority")
         self._check_prompt(request.prompt_token_ids)
-        seed = request.params.seed
+        seed = params.seed
+        max_tokens = self._max_tokens(len(request.prompt_token_ids), params.max_tokens)
+        if params.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, but this request may have {max_tokens} new tokens: lower it.",
+                param="min_tokens",
+            )
         seq = Sequence(
             request,
-            max_tokens=self._max_tokens(len(request.prompt_token_ids), request.params.max_tokens),
+            max_tokens=max_tokens,
             seed=secrets.randbits(64) if seed is None else seed & _SEED_MASK,
             arrival_s=request.arrival_s or now_s,
         )
         if self.tokenizer is not None:
-            seq.text = TextOutput(self.tokenizer, request.prompt_token_ids, request.params.stop)
+            seq.text = TextOutput(
+                self.tokenizer, request.prompt_token_ids, params.stop, num_exempt_tokens=params.min_tokens
+            )
+        seq.sampling = SamplingState.of(params, end_token_ids=self._end_token_ids(params))
         return seq
+
+    def _end_token_ids(self, params: SamplingParams) -> list[int]:
+        """Ids that end this request, in order, and as far as the model can draw them."""
+        ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        return sorted(token for token in ends if 0 <= token < self.vocab_size)
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
@@ -102,6 +120,31 @@ def _check_params(params: SamplingParams, *, has_tokenizer: bool) -> None:
         raise RequestError("This engine has no tokenizer to match stop strings: use stop_token_ids.", param="stop")
     if not all(_is_int(token) for token in params.stop_token_ids):
         raise RequestError("stop_token_ids must be whole numbers.", param="stop_token_ids")
+
+
+def _check_logit_params(params: SamplingParams, vocab_size: int) -> None:
+    _check_number("repetition_penalty", params.repetition_penalty, 0.01, 100.0)
+    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    if not _is_int(params.min_tokens) or params.min_tokens < 0:
+        raise RequestError(
+            f"min_tokens must be a whole number of at least 0, not {params.min_tokens}.", param="min_tokens"
+        )
+    if params.logprobs is not None and not (_is_int(params.logprobs) and 0 <= params.logprobs <= MAX_LOGPROBS):
+        raise RequestError(
+            f"logprobs must be a whole number from 0 to {MAX_LOGPROBS}, not {params.logprobs}.", param="logprobs"
+        )
+    if len(params.logit_bias) > MAX_LOGIT_BIASES:
+        raise RequestError(
+            f"logit_bias has {len(params.logit_bias)} entries: send at most {MAX_LOGIT_BIASES}.", param="logit_bias"
+        )
+    for token, bias in params.logit_bias:
+        if not _is_int(token) or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"Token id {token} of logit_bias is outside the vocabulary: use ids from 0 to {vocab_size - 1}.",
+                param="logit_bias",
+            )
+        _check_number("logit_bias", bias, -100.0, 100.0)
 
 
 def _check_number(param: str, value: float, least: float, most: float) -> None:

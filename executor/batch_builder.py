@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.runtime import Batch, Int32, SamplingRows
+from trtcb.executor.sampling_state import logit_edits
 from trtcb.executor.scheduler import Step
 from trtcb.executor.sequence import Sequence
 
@@ -29,6 +30,8 @@ class BatchBuilder:
         self._top_p = np.zeros(slots, np.float32)
         self._min_p = np.zeros(slots, np.float32)
         self._seed = np.zeros(slots, np.uint64)
+        self._has_edits = np.zeros(slots, np.bool_)
+        self._num_logprobs = np.zeros(slots, np.int32)
         self._decodes: list[Sequence] = []
         self._decode_slots = np.zeros(0, np.intp)
 
@@ -60,7 +63,7 @@ class BatchBuilder:
             cu_q=cu_q,
             block_tables=self._block_table[:, : int(self._num_blocks[slots].max())][slots],
             logit_index=logit_index,
-            sampling=self._sampling(slots[logit_rows], positions[logit_index] + np.int32(1)),
+            sampling=self._sampling(step, slots[logit_rows], positions[logit_index] + np.int32(1)),
         )
 
     def advance(self, step: Step, tokens: Int32) -> None:
@@ -95,7 +98,8 @@ class BatchBuilder:
             input_ids[start : start + size] = seq.token_ids[seq.num_computed : seq.num_computed + size]
         return input_ids
 
-    def _sampling(self, slots: npt.NDArray[np.intp], position: Int32) -> SamplingRows:
+    def _sampling(self, step: Step, slots: npt.NDArray[np.intp], position: Int32) -> SamplingRows:
+        num_logprobs = self._num_logprobs[slots]
         return SamplingRows(
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
@@ -103,6 +107,8 @@ class BatchBuilder:
             min_p=self._min_p[slots],
             seed=self._seed[slots],
             position=position,
+            edits=logit_edits(step.drawing()) if self._has_edits[slots].any() else None,
+            num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
         )
 
     def _fill_slot(self, seq: Sequence) -> None:
@@ -115,6 +121,8 @@ class BatchBuilder:
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._seed[slot] = seq.seed
+        self._has_edits[slot] = seq.sampling is not None
+        self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
 
     def _append_blocks(self, seq: Sequence) -> None:
         first = int(self._num_blocks[seq.slot])

@@ -10,8 +10,9 @@ from trtcb.executor.batch_builder import BatchBuilder
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.detokenizer import Decoder
 from trtcb.executor.liveness import Liveness
-from trtcb.executor.request import Delta, FinishReason
-from trtcb.executor.runtime import Int32, Runtime
+from trtcb.executor.request import Delta, FinishReason, TokenLogprobs
+from trtcb.executor.runtime import Runtime, StepOutput
+from trtcb.executor.sampling_state import token_logprobs
 from trtcb.executor.scheduler import Scheduler, Step
 from trtcb.executor.sequence import Sequence
 from trtcb.executor.stats import StepStats
@@ -48,7 +49,7 @@ class EngineCore:
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.admission = Admission(config, runtime.num_blocks, vocab_size, tokenizer)
+        self.admission = Admission(config, runtime.num_blocks, vocab_size, tokenizer, frozenset(eos_token_ids))
         self.scheduler = Scheduler(config, runtime.num_blocks)
         self.recorder = StepRecorder(config.policy_name, self.scheduler)
         self.liveness = Liveness()
@@ -130,11 +131,11 @@ class EngineCore:
         step, self._in_flight = self._in_flight, None
         if step is not None:
             try:
-                tokens = self._runtime.wait()
+                output = self._runtime.wait()
             except Exception as error:  # whatever a device or a kernel raises
                 self._contain(step, error)
             else:
-                self._take_in(step, tokens)
+                self._take_in(step, output)
         self._check_books()
         return self.take_outcome(self._clock() - self._started_s)
 
@@ -143,23 +144,23 @@ class EngineCore:
         deltas, self._deltas = self._deltas, []
         return Outcome(deltas, self.recorder.take(seconds))
 
-    def _take_in(self, step: Step, tokens: Int32) -> None:
+    def _take_in(self, step: Step, output: StepOutput) -> None:
         """Take a finished step's tokens in and finish whoever is done."""
         drawing = step.drawing()
-        self._builder.advance(step, tokens)
-        token_ids = tokens.tolist()
+        self._builder.advance(step, output.tokens)
+        token_ids = output.tokens.tolist()
         self.scheduler.apply(step, token_ids)
         now_s = self._clock()
-        for seq, token_id in zip(drawing, token_ids, strict=True):
+        for row, (seq, token_id) in enumerate(zip(drawing, token_ids, strict=True)):
             if token_id < 0:
                 self._finish(
                     seq, FinishReason.ERROR, error="The model produced no valid probabilities for this request."
                 )
             else:
                 self.recorder.drew(seq, now_s)
-                self._answer(seq, token_id)
+                self._answer(seq, token_id, token_logprobs(seq, token_id, output.logprobs, row))
 
-    def _answer(self, seq: Sequence, token_id: int) -> None:
+    def _answer(self, seq: Sequence, token_id: int, logprobs: tuple[TokenLogprobs, ...] | None) -> None:
         """Send one token on, and end its request if that is due."""
         try:
             text, reason = self._read(seq, token_id)
@@ -168,9 +169,9 @@ class EngineCore:
             self._finish(seq, FinishReason.ERROR, error=f"The output could not be turned into text: {error}")
             return
         if reason is not None:
-            self._finish(seq, reason, (token_id,), text)
+            self._finish(seq, reason, (token_id,), text, logprobs=logprobs)
         else:
-            self._deltas.append(self._delta(seq, (token_id,), text))
+            self._deltas.append(self._delta(seq, (token_id,), text, logprobs=logprobs))
 
     def _read(self, seq: Sequence, token_id: int) -> tuple[str, FinishReason | None]:
         """Text to send, and why the request ends, if it does. Neither an end token's text nor a stop string is sent."""
@@ -197,6 +198,7 @@ class EngineCore:
         token_ids: tuple[int, ...] = (),
         text: str = "",
         error: str | None = None,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> None:
         """End a sequence: the only place that frees it and sends its terminal delta."""
         del self._live[seq.request_id]
@@ -205,7 +207,7 @@ class EngineCore:
             self.scheduler.fail(seq)
         else:
             self.scheduler.remove(seq)
-        self._deltas.append(self._delta(seq, token_ids, text, reason, error))
+        self._deltas.append(self._delta(seq, token_ids, text, reason, error, logprobs))
         self.recorder.finished(seq, reason, self._clock())
 
     def _delta(
@@ -215,6 +217,7 @@ class EngineCore:
         text: str,
         reason: FinishReason | None = None,
         error: str | None = None,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> Delta:
         return Delta(
             request_id=seq.request_id,
@@ -224,6 +227,7 @@ class EngineCore:
             error=error,
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_cached_tokens,
+            logprobs=logprobs,
         )
 
     def _contain(self, step: Step, error: Exception) -> None:

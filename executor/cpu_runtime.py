@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from trtcb.executor.portable_engine import PortableEngine
-from trtcb.executor.runtime import Batch, Float32, Int32
+from trtcb.executor.runtime import Batch, Float32, StepOutput
 
 if TYPE_CHECKING:
     from trtcb.plan import Plan
@@ -29,7 +29,7 @@ class CpuRuntime:
         self.healthy = True  # a failed step leaves nothing half done that the next one would read
         self._plan = plan
         self._device = ThreadPoolExecutor(1, thread_name_prefix="trtcb-cpu")
-        self._steps: deque[Future[Int32]] = deque()
+        self._steps: deque[Future[StepOutput]] = deque()
         try:
             self._engine = self._device.submit(
                 PortableEngine,
@@ -47,8 +47,8 @@ class CpuRuntime:
         """Start one step."""
         self._steps.append(self._device.submit(self._engine.run, batch))
 
-    def wait(self) -> Int32:
-        """Tokens of the oldest step; -1 where a row's logits were not numbers."""
+    def wait(self) -> StepOutput:
+        """Return what the oldest step drew; -1 where a row's logits were not numbers."""
         return self._steps.popleft().result()
 
     def logits(self) -> Float32:

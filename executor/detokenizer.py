@@ -132,15 +132,29 @@ class StopMatcher:
 
 
 class TextOutput:
-    """The text of one request: a detokenizer and a stop matcher in a row."""
+    """The text of one request: a detokenizer and a stop matcher in a row.
 
-    def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int], stops: Sequence[str]) -> None:
+    No stop string is looked for in what the first ``num_exempt_tokens`` tokens say.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt_token_ids: Sequence[int],
+        stops: Sequence[str],
+        *,
+        num_exempt_tokens: int = 0,
+    ) -> None:
         self._detokenizer = Detokenizer(decoder, prompt_token_ids)
         self._matcher = StopMatcher(stops) if stops else None
+        self._num_exempt_tokens = num_exempt_tokens
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """Add a token; return the text that may be sent, and whether a stop string ended it."""
         text = self._detokenizer.push(token_id)
+        if self._num_exempt_tokens:
+            self._num_exempt_tokens -= 1
+            return text, False
         return self._matcher.push(text) if self._matcher is not None and text else (text, False)
 
     def finish(self) -> tuple[str, bool]:

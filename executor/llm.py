@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from trtcb.errors import DrainTimeoutError, QueueFullError, RequestError, UsageError
 from trtcb.executor.config import EngineConfig
-from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams
+from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
 from trtcb.executor.runtime import Runtime
 from trtcb.executor.served_model import ServedModel, TextTokenizer
 from trtcb.executor.stats import StepStats
@@ -40,7 +40,7 @@ class _Stream:
         if len(self.deltas) >= MAX_STREAM_BACKLOG and not self.is_ended:
             self.is_cut = True
             error = f"The reader fell {MAX_STREAM_BACKLOG} tokens behind, so the request was aborted: read faster."
-            delta = replace(delta, token_ids=(), text="", finish_reason=FinishReason.ERROR, error=error)
+            delta = replace(delta, token_ids=(), text="", logprobs=None, finish_reason=FinishReason.ERROR, error=error)
         self.deltas.append(delta)
         self._changed.set()
 
@@ -162,7 +162,10 @@ class AsyncLLM:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole answer to one prompt. ``error`` says why it is not whole if ``finish_reason`` is ``error``."""
+    """The whole answer to one prompt. ``error`` says why it is not whole if ``finish_reason`` is ``error``.
+
+    ``logprobs`` has an entry for each of ``token_ids`` if they were asked for, else None.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -170,6 +173,7 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class LLM:
@@ -294,6 +298,7 @@ class LLM:
 
 def _completion(deltas: list[Delta]) -> Completion:
     last = deltas[-1]
+    logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
     return Completion(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
@@ -301,4 +306,5 @@ def _completion(deltas: list[Delta]) -> Completion:
         num_prompt_tokens=last.num_prompt_tokens,
         num_cached_tokens=last.num_cached_tokens,
         error=last.error,
+        logprobs=logprobs if any(delta.logprobs is not None for delta in deltas) else None,
     )

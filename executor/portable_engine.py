@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from trtcb.errors import PlanError
-from trtcb.executor.runtime import Batch, Float32, Int32
+from trtcb.executor.runtime import Batch, Float32, StepLogprobs, StepOutput
 from trtcb.plugins.cpu import threads
 from trtcb.program import Program
 
@@ -34,6 +34,7 @@ class PortableEngine:
         from trtcb.executor.portable_ops import PortableOps
         from trtcb.executor.program_check import check_program
         from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
+        from trtcb.plugins.cpu.logits import LogitEditor
         from trtcb.plugins.cpu.pools import allocate_pools
         from trtcb.plugins.cpu.sampling import Sampler
 
@@ -48,16 +49,25 @@ class PortableEngine:
         self._ops = PortableOps(plan, self._kernels, [_addresses(pools) for pools in self._pools])
         self._calls: tuple[Op, ...] = bind_program(program, self._values, self._ops.table())
         self._sampler = Sampler(header.model.vocab_size)
+        self._logit_editor = LogitEditor(header.model.vocab_size)
 
-    def run(self, batch: Batch) -> Int32:
-        """Tokens ``[NL]`` of one step; -1 where a row's logits were not numbers."""
+    def run(self, batch: Batch) -> StepOutput:
+        """Run one step and draw; -1 where a row's logits were not numbers."""
         step = _step(batch)
         self._ops.attention = self._kernels.plan_attention(
             step.cu_q, step.positions, step.num_sequences, step.num_tokens
         )
         for call in self._calls:
             call(step)
-        return self._sampler.sample(self._values["logits"].data_ptr(), batch.sampling)
+        logits, sampling = self._values["logits"].data_ptr(), batch.sampling
+        if sampling.edits is None:
+            tokens = self._sampler.sample(logits, sampling)
+        else:
+            with self._logit_editor.edited(logits, sampling.edits):
+                tokens = self._sampler.sample(logits, sampling)
+        if sampling.num_logprobs is None:
+            return StepOutput(tokens)
+        return StepOutput(tokens, StepLogprobs(*self._logit_editor.logprobs(logits, tokens, sampling.num_logprobs)))
 
     def logits(self) -> Float32:
         """Logits ``[NL, vocab]`` of the last step, for evaluation; overwritten by the next."""

@@ -1,7 +1,10 @@
 """A request as the engine sees it, and what comes back. Everything here crosses threads, so everything is immutable."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+
+MAX_LOGIT_BIASES = 1024
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +14,15 @@ class SamplingParams:
     ``max_tokens=None`` means "up to ``max_seq_len``". ``top_k=0`` and ``top_p=1`` and ``min_p=0`` are off. A ``seed``
     makes the tokens a function of (request, seed) alone: random numbers are keyed by (seed, position), never by the
     batch.
+
+    Names, order and meaning of what changes the logits are vLLM's. First ``logit_bias``, pairs of (token id, number to
+    add), at most ``MAX_LOGIT_BIASES``. Until ``min_tokens`` are drawn no end token can be, and no stop string is looked
+    for in their text. Then ``repetition_penalty`` divides positive logits of tokens seen in prompt or output and
+    multiplies negative ones, ``frequency_penalty`` is subtracted once for each time a token is in the output, and
+    ``presence_penalty`` once if it is there at all.
+
+    ``logprobs`` asks for the log-probability of each token drawn and of that many likeliest ones, at most
+    ``MAX_LOGPROBS``; they are the model's own, of logits before any of this and of the temperature.
     """
 
     max_tokens: int | None = None
@@ -22,6 +34,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +58,25 @@ class Request:
     tenant: str = ""
 
 
+def fan_out(request: Request, count: int) -> list[Request]:
+    """Return ``count`` requests for as many answers to one prompt (the API's ``n``).
+
+    They differ in their ids and, where there is a seed, in that: answer ``i`` has ``seed + i``, as in vLLM. The full
+    blocks of the prompt are computed once and shared, by way of the prefix cache; the last, partial one is not.
+    """
+    if count == 1:
+        return [request]
+    seed = request.params.seed
+    return [
+        replace(
+            request,
+            request_id=f"{request.request_id}-{index}",
+            params=request.params if seed is None else replace(request.params, seed=seed + index),
+        )
+        for index in range(count)
+    ]
+
+
 class FinishReason(str, Enum):
     """Why a sequence ended. ``stop``: an end token or stop string; ``length``: a limit; ``abort``: the client left."""
 
@@ -50,8 +87,23 @@ class FinishReason(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a drawn token, and which it found likeliest: ``top`` is (token id, logprob), falling.
+
+    Natural logarithms. The drawn token need not be among ``top``.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step adds to one request. Exactly one delta per request has a ``finish_reason``, and it is the last."""
+    """What one step adds to one request. Exactly one delta per request has a ``finish_reason``, and it is the last.
+
+    ``logprobs`` has an entry for each of ``token_ids`` if the request asked for them, else None.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -60,3 +112,4 @@ class Delta:
     error: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None

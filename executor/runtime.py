@@ -11,12 +11,37 @@ Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """What is done to a step's logits ``[NL, vocab]`` before tokens are drawn; rows nobody asked for have no entries.
+
+    Row ``i`` first gets ``bias`` added at ``bias_ids`` (entries ``bias_start[i]:bias_start[i + 1]``; ``-inf`` rules a
+    token out; an id may come twice), then its penalties at ``token_ids`` (likewise by ``token_start``): the distinct
+    tokens of prompt and output, with how often each is in the output. A penalty is in fp32: repetition divides logits
+    above 0 and multiplies the others, then ``frequency * count`` is subtracted, then ``presence`` where the count is
+    not 0.
+    """
+
+    repetition: Float32  # [NL], 1 is off
+    frequency: Float32  # [NL], 0 is off
+    presence: Float32  # [NL], 0 is off
+    token_start: Int32  # [NL + 1]
+    token_ids: Int32  # [NT]
+    output_counts: Int32  # [NT]
+    bias_start: Int32  # [NL + 1]
+    bias_ids: Int32  # [NB]
+    bias: Float32  # [NB]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Sampling settings of the rows that want a token, one entry per row ``[NL]``.
 
     ``seed`` and ``position`` (index of the token to be drawn, counted over prompt and output) key the random numbers,
     so a row's token does not depend on its neighbours, on pauses or on the step it runs in. ``temperature == 0`` is
     greedy.
+
+    ``edits`` is None if no row wants any. ``num_logprobs`` is how many likeliest tokens a row wants told beside its own
+    (-1: not even that one), or None if no row wants logprobs.
     """
 
     temperature: Float32
@@ -25,6 +50,8 @@ class SamplingRows:
     min_p: Float32
     seed: npt.NDArray[np.uint64]
     position: Int32
+    edits: LogitEdits | None = None
+    num_logprobs: Int32 | None = None  # [NL]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +72,27 @@ class Batch:
     sampling: SamplingRows  # [NL]
 
 
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Log-probabilities of a step's rows, of the logits before edits and temperature.
+
+    ``top_ids`` and ``top`` hold the likeliest tokens in falling order, of equals the lowest id first; ``K`` is the most
+    that any row wants, and a row's entries beyond what it wants mean nothing.
+    """
+
+    drawn: Float32  # [NL]
+    top_ids: Int32  # [NL, K]
+    top: Float32  # [NL, K]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step came to. ``tokens[i] < 0`` if row ``i`` had no valid logits; ``logprobs`` as asked for, or None."""
+
+    tokens: Int32  # [NL]
+    logprobs: StepLogprobs | None = None
+
+
 class Runtime(Protocol):
     """A compiled engine on its device. Used by one thread. At most one step is in flight at depth 0.
 
@@ -57,8 +105,8 @@ class Runtime(Protocol):
     def launch(self, batch: Batch) -> None:
         """Start one step."""
 
-    def wait(self) -> Int32:
-        """Finish the oldest launched step and return its tokens ``[NL]``. Raises what went wrong on the device."""
+    def wait(self) -> StepOutput:
+        """Finish the oldest launched step and return what it drew. Raises what went wrong on the device."""
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""

@@ -9,6 +9,7 @@ Rank = tuple[float, float, int]  # class, place within it, and the number of the
 
 if TYPE_CHECKING:
     from trtcb.executor.detokenizer import TextOutput
+    from trtcb.executor.sampling_state import SamplingState
 
 
 class Sequence:
@@ -37,6 +38,7 @@ class Sequence:
         "rank",
         "request",
         "room",
+        "sampling",
         "seed",
         "slot",
         "text",
@@ -66,6 +68,7 @@ class Sequence:
         self.max_computed = 0  # most tokens it ever had computed: what lies below it after a pause is recomputation
 
         self.text: TextOutput | None = None
+        self.sampling: SamplingState | None = None  # None: its logits are drawn from as they are
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s = 0.0

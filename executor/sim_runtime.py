@@ -2,16 +2,19 @@
 
 Whatever is wrong with scheduling, blocks, slots or sampling settings changes its output or makes it raise, and what it
 should have said is a plain function of the request.
+
+Where logits matter, there are some: noise from the same hash, and above it the token that the hash is.
 """
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from trtcb.executor.request import SamplingParams
-from trtcb.executor.runtime import Batch, Int32
+from trtcb.executor.runtime import Batch, Float32, Int32, StepOutput
+from trtcb.executor.sim_logits import best_after_edits, edited, log_softmax, pseudo_logits, step_logprobs
 
 _HOLE = -1
 
@@ -39,7 +42,7 @@ class SimRuntime:
             raise RuntimeError("a step is in flight already: wait for it first")
         self._batch = batch
 
-    def wait(self) -> Int32:
+    def wait(self) -> StepOutput:
         """Write the step's tokens into their blocks, then read every wanted row's context back and hash it."""
         batch, self._batch = self._batch, None
         if batch is None:
@@ -49,12 +52,18 @@ class SimRuntime:
         self._tokens.reshape(-1)[batch.slot_mapping] = batch.input_ids
         self._positions.reshape(-1)[batch.slot_mapping] = batch.positions
         rows = np.searchsorted(batch.cu_q, batch.logit_index, side="right") - 1
-        return np.array([self._draw(batch, index, row) for index, row in enumerate(rows.tolist())], np.int32)
+        favourites = [self._favourite(batch, index, row) for index, row in enumerate(rows.tolist())]
+        sampling = batch.sampling
+        if sampling.edits is None and sampling.num_logprobs is None:
+            return StepOutput(np.array([token for token, _ in favourites], np.int32))
+        logits = [pseudo_logits(digest, token, self.vocab_size) for token, digest in favourites]
+        tokens = np.array([edited(row, sampling.edits, index).argmax() for index, row in enumerate(logits)], np.int32)
+        return StepOutput(tokens, step_logprobs(logits, tokens, sampling.num_logprobs))
 
     def close(self) -> None:
         """Free nothing; there is nothing."""
 
-    def _draw(self, batch: Batch, index: int, row: int) -> int:
+    def _favourite(self, batch: Batch, index: int, row: int) -> tuple[int, bytes]:
         length = int(batch.positions[batch.logit_index[index]]) + 1
         blocks = batch.block_tables[row, : -(-length // self.block_size)]
         if not np.array_equal(self._positions[blocks].reshape(-1)[:length], np.arange(length)):
@@ -69,26 +78,64 @@ class SimRuntime:
             float(sampling.min_p[index]),
             int(sampling.seed[index]),
         )
-        return _next_token(self._tokens[blocks].reshape(-1)[:length], settings, self.vocab_size)
+        return _hash(self._tokens[blocks].reshape(-1)[:length], settings, self.vocab_size)
 
 
-def expected_tokens(prompt: Sequence[int], params: SamplingParams, count: int, *, vocab_size: int = 256) -> list[int]:
-    """Return what :class:`SimRuntime` draws for a request, by no more than its definition. Ends are ignored."""
-    settings = (
+def expected_tokens(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    count: int,
+    *,
+    vocab_size: int = 256,
+    eos_token_ids: Collection[int] = (),
+) -> list[int]:
+    """Return what :class:`SimRuntime` draws for a request, by no more than its definition. Ends are ignored.
+
+    But for ``min_tokens``, which rules them out: then ``eos_token_ids`` must say what the engine's are.
+    """
+    settings = _settings(params)
+    tokens = list(prompt)
+    for _ in range(count):
+        token, digest = _hash(np.array(tokens, np.int32), settings, vocab_size)
+        if (
+            params.logit_bias
+            or params.min_tokens
+            or (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+        ):
+            row = pseudo_logits(digest, token, vocab_size)
+            token = best_after_edits(row, tokens, len(prompt), params, eos_token_ids)
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+def expected_logprobs(
+    prompt: Sequence[int], params: SamplingParams, tokens: Sequence[int], *, vocab_size: int = 256
+) -> list[Float32]:
+    """Return the logprobs ``[vocab_size]`` of which :class:`SimRuntime` tells some with each of a request's tokens."""
+    settings = _settings(params)
+    rows = []
+    for index in range(len(tokens)):
+        token, digest = _hash(np.array([*prompt, *tokens[:index]], np.int32), settings, vocab_size)
+        rows.append(log_softmax(pseudo_logits(digest, token, vocab_size)))
+    return rows
+
+
+_Settings = tuple[float, int, float, float, int]
+
+
+def _settings(params: SamplingParams) -> _Settings:
+    return (
         float(np.float32(params.temperature)),
         params.top_k,
         float(np.float32(params.top_p)),
         float(np.float32(params.min_p)),
         params.seed or 0,
     )
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(_next_token(np.array(tokens, np.int32), settings, vocab_size))
-    return tokens[len(prompt) :]
 
 
-def _next_token(context: Int32, settings: tuple[float, int, float, float, int], vocab_size: int) -> int:
+def _hash(context: Int32, settings: _Settings, vocab_size: int) -> tuple[int, bytes]:
+    """Return the favourite next token, and the hash that it is made of."""
     # A greedy row must not depend on the other settings.
     key = repr(settings).encode() if settings[0] > 0 else b""
     digest = hashlib.blake2b(context.astype("<i4").tobytes(), digest_size=8, key=hashlib.blake2b(key).digest()).digest()
-    return int.from_bytes(digest, "little") % vocab_size
+    return int.from_bytes(digest, "little") % vocab_size, digest

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from trtcb.executor.runtime import Batch, Int32, Runtime
+from trtcb.executor.runtime import Batch, Runtime, StepOutput
 from trtcb.executor.step_time import StepLoad, StepTime
 
 
@@ -57,12 +57,12 @@ class BlankRuntime:
             raise RuntimeError("a step is in flight already: wait for it first")
         self._num_tokens = len(batch.logit_index)
 
-    def wait(self) -> Int32:
+    def wait(self) -> StepOutput:
         """Finish it."""
         count, self._num_tokens = self._num_tokens, None
         if count is None:
             raise RuntimeError("no step is in flight: launch one first")
-        return np.zeros(count, np.int32)
+        return StepOutput(np.zeros(count, np.int32))
 
     def close(self) -> None:
         """Free nothing; there is nothing."""
@@ -84,11 +84,11 @@ class VirtualTimeRuntime:
         self._seconds = self._step_time.seconds(StepLoad.of(batch))
         self._inner.launch(batch)
 
-    def wait(self) -> Int32:
+    def wait(self) -> StepOutput:
         """Finish it, and let its time pass."""
-        tokens = self._inner.wait()
+        output = self._inner.wait()
         self._clock.advance(self._seconds)
-        return tokens
+        return output
 
     def close(self) -> None:
         """Close ``inner``."""
@@ -112,11 +112,11 @@ class TimedRuntime:
         self._start_s = time.perf_counter()
         self._inner.launch(batch)
 
-    def wait(self) -> Int32:
+    def wait(self) -> StepOutput:
         """Finish it."""
-        tokens = self._inner.wait()
+        output = self._inner.wait()
         self.seconds.append(time.perf_counter() - self._start_s)
-        return tokens
+        return output
 
     def close(self) -> None:
         """Close ``inner``."""
@@ -144,9 +144,10 @@ class ScriptedRuntime:
         self._is_end = self._ends[sampling.seed.astype(np.intp)] == sampling.position
         self._inner.launch(batch)
 
-    def wait(self) -> Int32:
+    def wait(self) -> StepOutput:
         """Finish it, and put in the ends that are due."""
-        return np.where(self._is_end, np.int32(self._end_token), self._inner.wait())
+        output = self._inner.wait()
+        return StepOutput(np.where(self._is_end, np.int32(self._end_token), output.tokens), output.logprobs)
 
     def close(self) -> None:
         """Close ``inner``."""

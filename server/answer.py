@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from trtcb.executor.request import FinishReason, Request
+from trtcb.executor.request import FinishReason, Request, fan_out
 from trtcb.server.auth import cache_scope, tenant_of
 from trtcb.server.body import read_body
 from trtcb.server.context import CONTEXT, ServerContext
-from trtcb.server.errors import ApiError, draining, from_engine, json_response, not_ready
+from trtcb.server.errors import ApiError, draining, from_engine, invalid, json_response, not_ready
 from trtcb.server.generation import Generation
+from trtcb.server.logprobs import LogprobBuffer, TokenBytes
 from trtcb.server.prompts import TokenIds
 from trtcb.server.schemas import GenerationRequest
 from trtcb.server.sse import EventStream
@@ -29,11 +30,14 @@ class Reply(Protocol):
     def opening(self, index: int) -> list[Json]:
         """Return what a stream's choice begins with, one chunk each."""
 
-    def chunks(self, index: int, text: str, finish_reason: str | None) -> list[Json]:
+    def chunks(self, index: int, text: str, finish_reason: str | None, logprobs: LogprobBuffer) -> list[Json]:
         """Return what a stream says of one step, one chunk each; nothing if there is nothing to say."""
 
-    def whole(self, index: int, text: str, finish_reason: str) -> Json:
+    def whole(self, index: int, text: str, finish_reason: str, logprobs: LogprobBuffer) -> Json:
         """Return a finished choice."""
+
+    def logprobs(self, token_bytes: TokenBytes) -> LogprobBuffer:
+        """Make the buffer of one choice's log-probabilities."""
 
 
 async def open_call(request: web.Request) -> bytes:
@@ -62,10 +66,19 @@ def new_id(prefix: str) -> str:
 def engine_requests(
     request: web.Request, call: GenerationRequest, call_id: str, prompts: Sequence[TokenIds]
 ) -> list[Request]:
-    """One engine request a prompt."""
+    """Return the engine's requests: for each prompt in turn, one for each answer."""
     context = request.app[CONTEXT]
+    num_answers, max_batch_size = call.n or 1, context.llm.engine.config.max_batch_size
+    if num_answers > max_batch_size:
+        raise invalid(f"n is {num_answers}, but this server runs {max_batch_size} sequences at a time: lower it.", "n")
+    if num_answers * len(prompts) > context.config.max_prompts_per_call:
+        raise invalid(
+            f"{len(prompts)} prompts with {num_answers} answers each are {num_answers * len(prompts)}; "
+            f"at most {context.config.max_prompts_per_call} fit in one call.",
+            "n",
+        )
     params = call.sampling_params(context.llm.model.vocab_size)
-    return [
+    requests = [
         Request(
             request_id=f"{call_id}-{index}",
             prompt_token_ids=prompt,
@@ -77,6 +90,7 @@ def engine_requests(
         )
         for index, prompt in enumerate(prompts)
     ]
+    return [answer for one in requests for answer in fan_out(one, num_answers)]
 
 
 async def answer(
@@ -85,18 +99,22 @@ async def answer(
     """Generate, and send the text as it comes or when it is whole."""
     context = request.app[CONTEXT]
     with context.lifecycle.answering():
-        async with Generation(context, requests) as generation:
+        async with Generation(context, requests, answers_per_prompt=call.n or 1) as generation:
+            logprobs = [reply.logprobs(context.llm.tokenizer.token_bytes) for _ in requests]
             if call.stream:
-                return await _streamed(request, context, generation, reply, include_usage=call.include_usage)
-            return await _whole(request, generation, reply)
+                return await _streamed(request, context, generation, reply, logprobs, include_usage=call.include_usage)
+            return await _whole(request, generation, reply, logprobs)
 
 
-async def _whole(request: web.Request, generation: Generation, reply: Reply) -> web.Response:
+async def _whole(
+    request: web.Request, generation: Generation, reply: Reply, logprobs: Sequence[LogprobBuffer]
+) -> web.Response:
     texts: list[list[str]] = [[] for _ in generation.choices]
     async for index, delta in generation:
         texts[index].append(delta.text)
+        logprobs[index].add(delta.logprobs or ())
     choices = [
-        reply.whole(index, "".join(texts[index]), (choice.finish_reason or FinishReason.STOP).value)
+        reply.whole(index, "".join(texts[index]), (choice.finish_reason or FinishReason.STOP).value, logprobs[index])
         for index, choice in enumerate(generation.choices)
     ]
     response = json_response({**reply.envelope(is_chunk=False), "choices": choices, "usage": generation.usage()})
@@ -107,7 +125,13 @@ async def _whole(request: web.Request, generation: Generation, reply: Reply) -> 
 
 
 async def _streamed(
-    request: web.Request, context: ServerContext, generation: Generation, reply: Reply, *, include_usage: bool
+    request: web.Request,
+    context: ServerContext,
+    generation: Generation,
+    reply: Reply,
+    logprobs: Sequence[LogprobBuffer],
+    *,
+    include_usage: bool,
 ) -> web.StreamResponse:
     envelope = reply.envelope(is_chunk=True)
     if include_usage:
@@ -120,7 +144,9 @@ async def _streamed(
     async with EventStream(request, context.config, on_stall) as stream:
         try:
             async for index, delta in generation:
-                chunks = reply.chunks(index, delta.text, delta.finish_reason and delta.finish_reason.value)
+                logprobs[index].add(delta.logprobs or ())
+                reason = delta.finish_reason and delta.finish_reason.value
+                chunks = reply.chunks(index, delta.text, reason, logprobs[index])
                 if chunks and index in unopened:
                     unopened.remove(index)
                     chunks = reply.opening(index) + chunks

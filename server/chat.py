@@ -7,6 +7,7 @@ from aiohttp import web
 
 from trtcb.server.answer import Json, answer, check_model, engine_requests, new_id, open_call
 from trtcb.server.context import CONTEXT, ServerContext
+from trtcb.server.logprobs import ChatLogprobs, LogprobBuffer, TokenBytes
 from trtcb.server.prompts import TokenIds, chat_prompt, offload
 from trtcb.server.schemas import ChatRequest, parse
 
@@ -28,17 +29,21 @@ class ChatReply:
         """Say who is speaking."""
         return [_delta(index, {"role": "assistant", "content": ""}, None)]
 
-    def chunks(self, index: int, text: str, finish_reason: str | None) -> list[Json]:
+    def chunks(self, index: int, text: str, finish_reason: str | None, logprobs: LogprobBuffer) -> list[Json]:
         """Return the text, and in a chunk of its own the end."""
-        chunks = [_delta(index, {"content": text}, None)] if text else []
+        chunks = [_delta(index, {"content": text}, None, logprobs.take())] if text else []
         if finish_reason is not None:
-            chunks.append(_delta(index, {}, finish_reason))
+            chunks.append(_delta(index, {}, finish_reason, logprobs.take()))
         return chunks
 
-    def whole(self, index: int, text: str, finish_reason: str) -> Json:
+    def logprobs(self, token_bytes: TokenBytes) -> LogprobBuffer:
+        """Make the buffer of one choice's log-probabilities."""
+        return ChatLogprobs(token_bytes)
+
+    def whole(self, index: int, text: str, finish_reason: str, logprobs: LogprobBuffer) -> Json:
         """Return the assistant's message and why it ended."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, "message": message, "logprobs": logprobs.take(), "finish_reason": finish_reason}
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -52,8 +57,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     return await answer(request, call, reply, engine_requests(request, call, reply.id, [prompt]))
 
 
-def _delta(index: int, delta: Json, finish_reason: str | None) -> Json:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _delta(index: int, delta: Json, finish_reason: str | None, logprobs: Json | None = None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _prepare(body: bytes, context: ServerContext) -> tuple[ChatRequest, TokenIds]:

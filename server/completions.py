@@ -7,6 +7,7 @@ from aiohttp import web
 
 from trtcb.server.answer import Json, answer, check_model, engine_requests, new_id, open_call
 from trtcb.server.context import CONTEXT, ServerContext
+from trtcb.server.logprobs import CompletionLogprobs, LogprobBuffer, TokenBytes
 from trtcb.server.prompts import TokenIds, completion_prompts, offload
 from trtcb.server.schemas import CompletionRequest, parse
 
@@ -27,15 +28,19 @@ class CompletionReply:
         """Return nothing: nothing comes before the text."""
         return []
 
-    def chunks(self, index: int, text: str, finish_reason: str | None) -> list[Json]:
+    def chunks(self, index: int, text: str, finish_reason: str | None, logprobs: LogprobBuffer) -> list[Json]:
         """Return at most one; a step whose text is held back says nothing."""
         if not text and finish_reason is None:
             return []
-        return [{"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}]
+        return [self.whole(index, text, finish_reason, logprobs)]
 
-    def whole(self, index: int, text: str, finish_reason: str) -> Json:
+    def whole(self, index: int, text: str, finish_reason: str | None, logprobs: LogprobBuffer) -> Json:
         """Return the text and why it ended."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, "text": text, "logprobs": logprobs.take(), "finish_reason": finish_reason}
+
+    def logprobs(self, token_bytes: TokenBytes) -> LogprobBuffer:
+        """Make the buffer of one choice's log-probabilities."""
+        return CompletionLogprobs(token_bytes)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

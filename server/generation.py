@@ -28,14 +28,16 @@ class Generation:
 
     Entering it submits every prompt, or raises what the engine refused one with and leaves none behind. Leaving it, by
     whatever way, aborts what still runs. A prompt that fails ends the iteration with an :class:`ApiError`.
-    ``abort_cause`` is what the metrics call a client that went away.
+    ``abort_cause`` is what the metrics call a client that went away. Of the requests, ``answers_per_prompt`` in a row
+    have the same prompt, which is counted once.
     """
 
-    def __init__(self, context: ServerContext, requests: Sequence[Request]) -> None:
+    def __init__(self, context: ServerContext, requests: Sequence[Request], *, answers_per_prompt: int = 1) -> None:
         self.choices = [Choice(len(request.prompt_token_ids)) for request in requests]
         self.abort_cause = "disconnect"
         self._context = context
         self._requests = requests
+        self._answers_per_prompt = answers_per_prompt
         self._streams: list[AsyncGenerator[Delta, None]] = []
         self._heads: list[asyncio.Future[Delta]] = []
         self._pumps: list[asyncio.Future[None]] = []
@@ -68,13 +70,14 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Token counts of the call so far, in the API's words."""
-        prompt = sum(choice.num_prompt_tokens for choice in self.choices)
+        first_answers = self.choices[:: self._answers_per_prompt]
+        prompt = sum(choice.num_prompt_tokens for choice in first_answers)
         completion = sum(choice.num_tokens for choice in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in self.choices)},
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in first_answers)},
         }
 
     async def _only(self) -> AsyncIterator[Event]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_CHOICES = 128  # `n`, and no more than a batch holds
 MAX_MESSAGES = 2048  # turns of a conversation, and parts of one turn
 MAX_LABEL_CHARS = 256  # `user` and `cache_salt`
 

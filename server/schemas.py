@@ -5,10 +5,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
-from trtcb.executor.request import SamplingParams
+from trtcb.executor.request import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
 from trtcb.server.errors import ApiError, invalid
 from trtcb.server.limits import (
+    MAX_CHOICES,
     MAX_LABEL_CHARS,
     MAX_MESSAGES,
     MAX_STOP_CHARS,
@@ -17,6 +19,7 @@ from trtcb.server.limits import (
 )
 
 _INT64 = 1 << 63
+_MAX_ID_DIGITS = 9
 _SHOWN_CHARS = 64  # how much of a client's own text an error repeats
 
 # Lists stop at their first bad item: four megabytes of them must not become a million error objects.
@@ -28,23 +31,18 @@ StopStrings = Annotated[
 ]
 StopTokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+LogitBias = tuple[tuple[int, float], ...]
 Label = Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)]
 
 # Fields of the OpenAI API, and of vLLM's extensions, that mean something this server does not do. The values listed ask
 # for nothing, and clients send them unasked; any other value is refused.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_tokens": (0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -76,6 +74,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _logit_bias(value: Any) -> LogitBias | None:
+    """Turn the API's ``{"id": number}`` into pairs. One error at most, however long the object."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIASES:
+        raise PydanticCustomError("logit_bias", f"Input should be an object of at most {MAX_LOGIT_BIASES} entries")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit() and len(token) <= _MAX_ID_DIGITS):
+            raise PydanticCustomError("logit_bias", "Keys should be token ids")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+            raise PydanticCustomError("logit_bias", "Values should be numbers from -100 to 100")
+    return tuple((int(token), float(bias)) for token, bias in value.items())
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -87,7 +99,7 @@ class StreamOptions(_Strict):
 
 
 class GenerationRequest(_Strict):
-    """What both routes share. ``top_k`` 0 or -1 is off; a higher ``priority`` goes first."""
+    """What both routes share. ``top_k`` 0 or -1 is off; a higher ``priority`` goes first; ``n`` answers to a prompt."""
 
     model: Annotated[str, Field(min_length=1)]
     max_tokens: TokenCount | None = None
@@ -100,6 +112,12 @@ class GenerationRequest(_Strict):
     stop: StopStrings | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[LogitBias | None, BeforeValidator(_logit_bias)] = None
     priority: Annotated[float, Field(ge=0, le=1)] | None = None
     user: Label | None = None
     cache_salt: Label | None = None
@@ -111,6 +129,11 @@ class GenerationRequest(_Strict):
         """Whether a stream ends with the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are wanted beside each one drawn; None if no log-probabilities are."""
+        return None
+
     def sampling_params(self, vocab_size: int) -> SamplingParams:
         """Return the engine's view; raises a 400 for what only fields together, or the vocabulary, can tell."""
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
@@ -120,6 +143,8 @@ class GenerationRequest(_Strict):
         stop_token_ids = tuple(self.stop_token_ids or ())
         if any(token >= vocab_size for token in stop_token_ids):
             raise invalid(f"A stop token id lies outside the vocabulary of {vocab_size}.", "stop_token_ids")
+        if any(token >= vocab_size for token, _ in self.logit_bias or ()):
+            raise invalid(f"A token id of logit_bias lies outside the vocabulary of {vocab_size}.", "logit_bias")
         return SamplingParams(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             temperature=1.0 if self.temperature is None else float(self.temperature),
@@ -130,6 +155,12 @@ class GenerationRequest(_Strict):
             stop=tuple(self.stop or ()),
             stop_token_ids=stop_token_ids,
             ignore_eos=bool(self.ignore_eos),
+            repetition_penalty=1.0 if self.repetition_penalty is None else float(self.repetition_penalty),
+            presence_penalty=float(self.presence_penalty or 0.0),
+            frequency_penalty=float(self.frequency_penalty or 0.0),
+            logit_bias=self.logit_bias or (),
+            min_tokens=self.min_tokens or 0,
+            logprobs=self.num_logprobs,
         )
 
 
@@ -137,6 +168,12 @@ class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``. ``prompt`` has four shapes and up to a million numbers, so ``prompts.py`` checks it."""
 
     prompt: Any
+    logprobs: Annotated[NumLogprobs | None, BeforeValidator(lambda value: None if value is False else value)] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As the field says."""
+        return self.logprobs
 
 
 class TextPart(_Strict):
@@ -168,6 +205,19 @@ class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """``logprobs`` turns them on, ``top_logprobs`` says how many."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def sampling_params(self, vocab_size: int) -> SamplingParams:
+        """Return the engine's view, as for every call."""
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
+        return super().sampling_params(vocab_size)
 
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from trtcb.errors import PlanError, RequestError
+from trtcb.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from trtcb.chat_template import ChatTemplate, Message
@@ -68,6 +69,7 @@ class Tokenizer:
         self.eos_token_ids: frozenset[int] = _eos_ids(assets.generation_config)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         start = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
+        self.token_bytes = TokenBytes(self._tokenizer)
         self.adds_bos: bool = self.bos_token_id is not None and start == [self.bos_token_id]
 
     @property

@@ -71,12 +71,35 @@ INVALID = {
     "stream text": (with_(stream="yes"), "stream"),
     "options without stream": (with_(stream_options={"include_usage": True}), "stream_options"),
     "priority": (with_(priority=1.01), "priority"),
-    "unsupported n": (with_(n=2), "n"),
+    "zero n": (with_(n=0), "n"),
+    "large n": (with_(n=129), "n"),
+    "n beyond the batch": (with_(n=65), "n"),
+    "n times prompts": (with_(n=9, prompt=["a"] * 30), "n"),
+    "bool n": (with_(n=True), "n"),
     "unsupported echo": (with_(echo=True), "echo"),
-    "unsupported logprobs": (with_(logprobs=1), "logprobs"),
-    "unsupported penalty": (with_(presence_penalty=0.5), "presence_penalty"),
+    "unsupported best_of": (with_(best_of=2), "best_of"),
+    "many logprobs": (with_(logprobs=21), "logprobs"),
+    "negative logprobs": (with_(logprobs=-1), "logprobs"),
+    "bool logprobs": (with_(logprobs=True), "logprobs"),
+    "chat's logprobs": (with_(top_logprobs=2), "top_logprobs"),
+    "presence_penalty": (with_(presence_penalty=2.1), "presence_penalty"),
+    "frequency_penalty": (with_(frequency_penalty=-2.1), "frequency_penalty"),
+    "zero repetition_penalty": (with_(repetition_penalty=0), "repetition_penalty"),
+    "huge repetition_penalty": (with_(repetition_penalty=1e308), "repetition_penalty"),
+    "text penalty": (with_(presence_penalty="1"), "presence_penalty"),
+    "negative min_tokens": (with_(min_tokens=-1), "min_tokens"),
+    "float min_tokens": (with_(min_tokens=1.0), "min_tokens"),
     "unsupported suffix": (with_(suffix="z"), "suffix"),
-    "unsupported bias": (with_(logit_bias={"5": 1}), "logit_bias"),
+    "bias list": (with_(logit_bias=[[5, 1]]), "logit_bias"),
+    "bias key": (with_(logit_bias={"x": 1}), "logit_bias"),
+    "bias superscript key": (with_(logit_bias={"²": 1}), "logit_bias"),
+    "bias negative key": (with_(logit_bias={"-1": 1}), "logit_bias"),
+    "bias outside the vocabulary": (with_(logit_bias={"259": 1}), "logit_bias"),
+    "bias huge key": (with_(logit_bias={"9" * 5000: 1}), "logit_bias"),
+    "bias too large": (with_(logit_bias={"5": 100.5}), "logit_bias"),
+    "bias text": (with_(logit_bias={"5": "1"}), "logit_bias"),
+    "bias null": (with_(logit_bias={"5": None}), "logit_bias"),
+    "too many biases": (with_(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
     "unsupported schema": (with_(response_format={"type": "json_object"}), "response_format"),
     "unsupported option": (with_(stream=True, stream_options={"x": 1}), "stream_options.x"),
     "unknown field": (with_(temprature=1), "temprature"),
@@ -125,7 +148,7 @@ async def test_bad_messages_are_a_400_that_names_the_field(server):
 
 async def test_refusals_say_what_is_meant(server):
     _, _, unknown = await post(f"{server.url}/v1/completions", with_(temprature=1))
-    _, _, unsupported = await post(f"{server.url}/v1/completions", with_(n=2))
+    _, _, unsupported = await post(f"{server.url}/v1/completions", with_(best_of=2))
     assert "did you mean temperature?" in unknown["error"]["message"]
     assert unsupported["error"]["code"] == "unsupported_parameter"
 

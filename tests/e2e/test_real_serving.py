@@ -1,6 +1,7 @@
 """The main job: SmolLM2-135M from a plan with an fp8 KV cache, asked through the official client."""
 
 import asyncio
+import math
 
 import openai
 import pytest
@@ -25,6 +26,9 @@ async def test_the_openai_client_works_on_the_real_model(smollm2_plan):
         await check_chat(api, model)
         await check_streamed_chat_with_usage(api, model)
         await check_stop_string(api, model)
+        await check_logprobs(api, model)
+        await check_penalty(api, model)
+        await check_n(api, model)
         await check_cancelled_stream(api, model, llm)
 
 
@@ -66,6 +70,35 @@ async def check_stop_string(api, model):
     cut = await api.completions.create(model=model, prompt=prompt, max_tokens=24, temperature=0, stop=[stop])
     assert cut.choices[0].text == text[: text.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
+
+
+async def check_logprobs(api, model):
+    asked = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 32}
+    answer = await api.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    text = b"".join(bytes(entry.bytes) for entry in content).decode()
+    assert text == answer.choices[0].message.content + "<|im_end|>"
+    assert len(content) == answer.usage.completion_tokens
+    for entry in content:  # greedy takes the likeliest
+        assert entry.top_logprobs[0].token == entry.token
+        assert entry.top_logprobs[0].logprob == entry.logprob <= 0
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-5
+
+
+async def check_penalty(api, model):
+    asked = {"model": model, "prompt": "one two one two one two", "temperature": 0, "max_tokens": 24}
+    plain = await api.completions.create(**asked, logprobs=0)
+    varied = await api.completions.create(**asked, logprobs=0, frequency_penalty=2, presence_penalty=2)
+    first, second = plain.choices[0].logprobs.tokens, varied.choices[0].logprobs.tokens
+    assert len(set(second)) > len(set(first))
+
+
+async def check_n(api, model):
+    answer = await api.completions.create(
+        model=model, prompt="Once upon a time", n=3, seed=1, max_tokens=8, extra_body={"min_tokens": 8}
+    )
+    assert len({choice.text for choice in answer.choices}) == 3
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 24)
 
 
 async def check_cancelled_stream(api, model, llm):

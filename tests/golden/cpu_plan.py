@@ -46,5 +46,5 @@ class CpuRunner:
     def step(self, batch: Batch) -> np.ndarray:
         """Run one step; logits ``[NL, vocab_size]``."""
         self.runtime.launch(batch)
-        self.tokens = self.runtime.wait()
+        self.tokens = self.runtime.wait().tokens
         return self.runtime.logits()[: len(batch.logit_index)].copy()

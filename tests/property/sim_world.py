@@ -2,7 +2,8 @@
 
 import random
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -10,9 +11,9 @@ from tests.property.reference_policies import Reference
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.core import EngineCore
 from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams
-from trtcb.executor.runtime import Batch
+from trtcb.executor.runtime import Batch, StepOutput
 from trtcb.executor.sequence import Sequence
-from trtcb.executor.sim_runtime import SimRuntime, expected_tokens
+from trtcb.executor.sim_runtime import SimRuntime, expected_logprobs, expected_tokens
 
 VOCAB_SIZE = 23
 EOS = 3
@@ -24,12 +25,13 @@ class FaultyRuntime(SimRuntime):
     fault: tuple[str, int] | None = None
     victim: int | None = None  # batch row that the last fault hit
 
-    def wait(self) -> np.ndarray:
+    def wait(self) -> StepOutput:
         batch: Batch | None = self._batch
-        tokens = super().wait()
+        output = super().wait()
+        tokens = output.tokens
         fault, self.fault = self.fault, None
         if fault is None or batch is None:
-            return tokens
+            return output
         kind, number = fault
         if kind == "batch":
             raise RuntimeError("injected")
@@ -41,7 +43,14 @@ class FaultyRuntime(SimRuntime):
             error = RuntimeError("injected")
             error.request_index = self.victim = number % (len(batch.cu_q) - 1)
             raise error
-        return tokens
+        return output
+
+
+class Letters:
+    """A tokenizer with a letter for each token."""
+
+    def decode(self, ids):
+        return "".join(chr(97 + token) for token in ids)
 
 
 @dataclass
@@ -55,12 +64,15 @@ class World:
     num_pauses: int = 0
     num_hit_tokens: int = 0
     num_steps: int = 0
+    num_stopped_by_text: int = 0
 
     def __post_init__(self) -> None:
         self.runtime = FaultyRuntime(
             num_blocks=self.num_blocks, block_size=self.config.block_size, vocab_size=VOCAB_SIZE
         )
-        self.core = EngineCore(self.runtime, self.config, tokenizer=None, eos_token_ids=[EOS], vocab_size=VOCAB_SIZE)
+        self.core = EngineCore(
+            self.runtime, self.config, tokenizer=Letters(), eos_token_ids=[EOS], vocab_size=VOCAB_SIZE
+        )
 
     @property
     def scheduler(self):
@@ -155,29 +167,53 @@ class World:
         assert self.core.recorder.num_audit_failures == 0
         for request_id, request in self.requests.items():
             check_answer(request, self.deltas[request_id], self.config)
+            last = self.deltas[request_id][-1]
+            ends = {*request.params.stop_token_ids, EOS}
+            self.num_stopped_by_text += last.finish_reason is FinishReason.STOP and last.token_ids[0] not in ends
 
 
 def check_answer(request: Request, deltas: list[Delta], config: EngineConfig) -> None:
     assert [d.finish_reason is not None for d in deltas] == [False] * (len(deltas) - 1) + [True]
     tokens = [token for delta in deltas for token in delta.token_ids]
-    expected, reason = expected_answer(request, config)
+    text = "".join(delta.text for delta in deltas)
+    expected, expected_text, reason = expected_answer(request, config)
     if deltas[-1].finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
         assert tokens == expected[: len(tokens)]
+        assert expected_text.startswith(text)
     else:
-        assert (tokens, deltas[-1].finish_reason) == (expected, reason)
+        assert (tokens, text, deltas[-1].finish_reason) == (expected, expected_text, reason)
+    check_logprobs(request, deltas, tokens)
 
 
-def expected_answer(request: Request, config: EngineConfig) -> tuple[list[int], FinishReason]:
+def check_logprobs(request: Request, deltas: list[Delta], tokens: list[int]) -> None:
+    """An entry for each token, whose numbers are those of the tokens before it."""
+    count = request.params.logprobs
+    if count is None:
+        assert all(delta.logprobs is None for delta in deltas)
+        return
+    entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert [entry.token_id for entry in entries] == tokens
+    rows = expected_logprobs(request.prompt_token_ids, request.params, tokens, vocab_size=VOCAB_SIZE)
+    for entry, row in zip(entries, rows, strict=True):
+        assert entry.logprob == row[entry.token_id]
+        assert list(entry.top) == sorted(enumerate(row.tolist()), key=lambda item: -item[1])[:count]
+
+
+def expected_answer(request: Request, config: EngineConfig) -> tuple[list[int], str, FinishReason]:
     """By the definition of the sim model, and nothing of the engine."""
     params = request.params
     room = config.max_seq_len - len(request.prompt_token_ids)
     limit = min(params.max_tokens or room, room)
-    tokens = expected_tokens(request.prompt_token_ids, params, limit, vocab_size=VOCAB_SIZE)
+    tokens = expected_tokens(request.prompt_token_ids, params, limit, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    letters = Letters().decode(tokens)
     for index, token in enumerate(tokens):
         if token in ends:
-            return tokens[: index + 1], FinishReason.STOP
-    return tokens, FinishReason.LENGTH
+            return tokens[: index + 1], letters[:index], FinishReason.STOP
+        matched = [stop for stop in params.stop if letters[params.min_tokens : index + 1].endswith(stop)]
+        if matched:
+            return tokens[: index + 1], letters[: index + 1 - max(map(len, matched))], FinishReason.STOP
+    return tokens, letters, FinishReason.LENGTH
 
 
 def random_config(rng: random.Random, policy: str, max_len: int) -> EngineConfig:
@@ -217,6 +253,25 @@ def random_options(rng: random.Random, policy: str, least: int | None) -> dict:
     return options
 
 
+def random_logit_params(rng: random.Random, max_tokens: int) -> dict[str, Any]:
+    """Some of what changes the logits or tells of them; now and then nothing."""
+    bias = tuple((rng.randrange(VOCAB_SIZE), rng.uniform(-3, 3)) for _ in range(rng.randint(1, 4)))
+    return {
+        "repetition_penalty": rng.choice([1.0, 1.0, 0.8, 1.5]),
+        "presence_penalty": rng.choice([0.0, 0.0, 1.0, -0.5]),
+        "frequency_penalty": rng.choice([0.0, 0.0, 0.4, -0.3]),
+        "logit_bias": rng.choice([(), bias]),
+        "min_tokens": rng.choice([0, rng.randint(0, max_tokens)]),
+        "logprobs": rng.choice([None, None, 0, 3, 20]),
+    }
+
+
+def with_random_stops(rng: random.Random, request: Request) -> Request:
+    """The same request, with stop strings as often as not; they need an engine with a tokenizer."""
+    stops = rng.choice([(), (), ("a", "ba"), ("bc", "cbc", "kk"), tuple("efgh")])
+    return replace(request, params=replace(request.params, stop=stops))
+
+
 def random_requests(rng: random.Random, count: int) -> list[Request]:
     """Prompts that share beginnings, some equal, with mixed limits, ends, seeds, priorities and salts."""
     stem = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 6, 12]))]
@@ -237,6 +292,8 @@ def random_requests(rng: random.Random, count: int) -> list[Request]:
             stop_token_ids=(7,) if rng.random() < 0.3 else (),
             ignore_eos=rng.random() < 0.5,
         )
+        if rng.random() < 0.5:
+            params = replace(params, **random_logit_params(rng, params.max_tokens or 1))
         requests.append(
             Request(
                 f"r{number}",

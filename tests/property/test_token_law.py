@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.property.sim_world import World, random_config, random_requests
+from tests.property.sim_world import World, random_config, random_requests, with_random_stops
 from trtcb.executor.config import EngineConfig
 
 
@@ -21,7 +21,7 @@ POLICIES = ["guaranteed_no_evict", "max_utilization", "static_batch"]
 def run(seed: int, policy: str) -> World:
     """One random workload with arrivals, aborts, forced pauses and injected faults."""
     rng = random.Random(f"{policy}/{seed}")
-    requests = random_requests(rng, rng.randint(2, 12))
+    requests = [with_random_stops(rng, request) for request in random_requests(rng, rng.randint(2, 12))]
     longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests)
     config = random_config(rng, policy, longest)
     least = -(-longest // config.block_size)
@@ -52,6 +52,7 @@ def run(seed: int, policy: str) -> World:
 def test_tokens_equal_the_solo_run(policy):
     worlds = [run(seed, policy) for seed in range(400)]
     # A run of the law that never meets what it is about would prove nothing.
+    assert sum(world.num_stopped_by_text for world in worlds) > 200
     assert sum(world.num_hit_tokens for world in worlds) > 1000
     if policy == "max_utilization":
         assert sum(world.num_pauses for world in worlds) > 400

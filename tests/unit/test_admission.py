@@ -103,6 +103,14 @@ NAN, INF = float("nan"), float("inf")
         *(("seed", v) for v in (1.5, "x")),
         *(("stop", v) for v in (("",), ("a", ""), (3,))),
         ("stop_token_ids", ("x",)),
+        *(("repetition_penalty", v) for v in (0.0, -1.0, 101.0, NAN, INF, True)),
+        *(("presence_penalty", v) for v in (2.1, -2.1, NAN, "x")),
+        *(("frequency_penalty", v) for v in (2.1, -2.1, NAN)),
+        *(("min_tokens", v) for v in (-1, 1.5, True, 196)),
+        *(("logprobs", v) for v in (-1, 21, 1.5, True)),
+        *(("logit_bias", ((5, v),)) for v in (100.5, -101, NAN, "x")),
+        *(("logit_bias", ((v, 1.0),)) for v in (26, -1, 1.0, "5")),
+        ("logit_bias", ((5, 1.0),) * 1025),
     ],
 )
 def test_bad_parameters_are_refused_by_name(param, value):
@@ -117,6 +125,24 @@ def test_priority_is_from_0_to_1(priority):
 def test_bounds_themselves_are_accepted():
     admit(admission(), temperature=0.0, top_p=1.0, min_p=0.0, top_k=0, max_tokens=1, priority=0.0)
     admit(admission(), temperature=100.0, min_p=1.0, top_k=(1 << 31) - 1, priority=1.0)
+
+
+def test_bounds_of_what_edits_the_logits_are_accepted():
+    admit(admission(), repetition_penalty=0.01, presence_penalty=-2.0, frequency_penalty=2.0, min_tokens=195)
+    admit(admission(), repetition_penalty=100, presence_penalty=2, logprobs=20, logit_bias=((25, -100.0),) * 1024)
+
+
+def test_min_tokens_must_be_within_the_limit():
+    assert "may have 7 new tokens" in str(refused(admission(), max_tokens=7, min_tokens=8))
+    assert admit(admission(), max_tokens=7, min_tokens=7).sampling is None  # no token ends it anyway
+
+
+def test_end_tokens_outside_the_vocabulary_are_never_masked():
+    ends = Admission(EngineConfig(), 100, 26, None, frozenset({3, 30}))
+    seq = admit(ends, min_tokens=1, stop_token_ids=(7, 26))
+    assert seq.sampling.bias(0)[0].tolist() == [3, 7]
+    assert seq.sampling.bias(1)[0].tolist() == []
+    assert admit(ends, min_tokens=1, stop_token_ids=(7,), ignore_eos=True).sampling.bias(0)[0].tolist() == [7]
 
 
 def test_stop_strings_need_a_tokenizer():

@@ -254,6 +254,11 @@ class TestTextOutput:
         output = TextOutput(BYTES, [], ["é!"])
         assert self.push_all(output, byte_tokens("café!rest")) == ("caf", True)
 
+    def test_the_first_tokens_may_be_exempt_from_stop_strings(self):
+        tokens = byte_tokens("abxabx")
+        assert self.push_all(TextOutput(BYTES, [], ["bx"], num_exempt_tokens=2), tokens) == ("abxa", True)
+        assert self.push_all(TextOutput(BYTES, [], ["bx"], num_exempt_tokens=6), tokens) == ("abxabx", False)
+
     def test_without_stops_everything_comes(self):
         assert self.push_all(TextOutput(BYTES, [], []), byte_tokens("café!")) == ("café!", False)
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.property.sim_world import EOS, VOCAB_SIZE, check_answer
+from tests.property.sim_world import EOS, VOCAB_SIZE, Letters, check_answer
 from trtcb.errors import DrainingError, EngineDeadError, QueueFullError, RequestError, UsageError
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.engine import Engine
@@ -32,10 +32,10 @@ class Gated(SimRuntime):
     def wait(self):
         self.entered.set()
         assert self.gate.wait(WAIT_S)
-        tokens = super().wait()
+        output = super().wait()
         if self.failure is not None:
             raise self.failure
-        return tokens
+        return output
 
     def close(self):
         self.closed_by.append(threading.current_thread().name)
@@ -50,7 +50,7 @@ class Harness:
         self.engine = Engine(
             self.runtime,
             self.config,
-            tokenizer=None,
+            tokenizer=Letters(),
             eos_token_ids=[EOS],
             vocab_size=VOCAB_SIZE,
             on_deltas=self.receive,

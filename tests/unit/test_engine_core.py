@@ -11,7 +11,7 @@ from trtcb.executor.config import EngineConfig
 from trtcb.executor.core import EngineCore
 from trtcb.executor.policies import Choice
 from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams
-from trtcb.executor.runtime import Batch
+from trtcb.executor.runtime import Batch, StepOutput
 from trtcb.executor.sim_runtime import SimRuntime
 
 
@@ -32,7 +32,7 @@ class Scripted(SimRuntime):
         self.batches: list[Batch] = []
         self.is_closed = False
 
-    def wait(self) -> np.ndarray:
+    def wait(self) -> StepOutput:
         batch = self._batch
         self.batches.append(batch)
         super().wait()
@@ -41,7 +41,7 @@ class Scripted(SimRuntime):
             raise failure
         rows = np.searchsorted(batch.cu_q, batch.logit_index, side="right") - 1
         firsts = [int(self._tokens[batch.block_tables[row, 0], 0]) for row in rows]
-        return np.array([next(self.script[first]) for first in firsts], np.int32)
+        return StepOutput(np.array([next(self.script[first]) for first in firsts], np.int32))
 
     def close(self) -> None:
         self.is_closed = True

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import threading
@@ -13,8 +14,8 @@ from trtcb.errors import DrainingError, DrainTimeoutError, EngineDeadError, Queu
 from trtcb.executor import llm as llm_module
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.llm import LLM, AsyncLLM, Completion
-from trtcb.executor.request import FinishReason, Request, SamplingParams
-from trtcb.executor.sim_runtime import expected_tokens
+from trtcb.executor.request import FinishReason, Request, SamplingParams, fan_out
+from trtcb.executor.sim_runtime import SimRuntime, expected_logprobs, expected_tokens
 from trtcb.spec import ModelSpec
 
 VOCAB = 23
@@ -380,3 +381,25 @@ class TestLLM:
             LLM(runtime=Gated())
         with LLM(runtime=Gated(), model=MODEL, **SETTINGS) as silent, pytest.raises(UsageError, match="no tokenizer"):
             silent.generate(["a"])
+
+
+def test_logprobs_come_with_the_completion_that_asked_for_them():
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    asked = [params, dataclasses.replace(params, logprobs=0), dataclasses.replace(params, logprobs=2)]
+    with LLM(runtime=SimRuntime(num_blocks=64, block_size=4, vocab_size=VOCAB), model=MODEL, **SETTINGS) as llm:
+        without, drawn, top = llm.generate([[5, 6, 7]] * 3, asked)
+    assert without.logprobs is None
+    rows = expected_logprobs([5, 6, 7], params, top.token_ids, vocab_size=VOCAB)
+    for row, token, one, two in zip(rows, top.token_ids, drawn.logprobs, top.logprobs, strict=True):
+        assert (one.token_id, one.logprob, one.top) == (token, float(row[token]), ())
+        assert (two.token_id, two.logprob) == (token, float(row[token]))
+        best = row.argsort()[::-1][:2].tolist()
+        assert two.top == tuple((i, float(row[i])) for i in best)
+
+
+def test_answers_to_one_prompt_differ_in_id_and_seed():
+    one = request("r", seed=5)
+    assert fan_out(one, 1) == [one]
+    assert [(each.request_id, each.params.seed) for each in fan_out(one, 3)] == [("r-0", 5), ("r-1", 6), ("r-2", 7)]
+    assert all(each.prompt_token_ids == one.prompt_token_ids for each in fan_out(one, 3))
+    assert [each.params.seed for each in fan_out(request("r"), 2)] == [None, None]

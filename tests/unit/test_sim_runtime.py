@@ -41,7 +41,7 @@ def batch(tokens=PROMPT, start=0, blocks=BLOCKS, *, temperature=0.0, seed=0, pos
 
 def draw(sim: SimRuntime, made: Batch) -> int:
     sim.launch(made)
-    (token,) = sim.wait().tolist()
+    (token,) = sim.wait().tokens.tolist()
     return token
 
 
