@@ -8,11 +8,13 @@ from trtcb import __version__
 from trtcb.builder.compiler import Compiled, CompileOptions, Compiler
 from trtcb.builder.report import BuildReport, OnProgress, OnStage, StageClock, ignore_progress, ignore_stage
 from trtcb.builder.sources import resolve
-from trtcb.plan_format import PlanHeader
+from trtcb.errors import UsageError
+from trtcb.plan_format import MAGIC, PlanHeader
 from trtcb.plan_writer import Section, plan_size, write_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from trtcb.builder.checkpoint import Checkpoint
     from trtcb.config import BuildConfig
@@ -25,6 +27,7 @@ def build(
 
     Raises :class:`~trtcb.errors.TrtcbError`. On any exception, Ctrl-C included, no partial plan is left behind.
     """
+    _refuse_foreign(config.plan_path)
     clock = StageClock(on_stage)
     clock.start("model")
     checkpoint = open_checkpoint(config, lambda text: on_stage(text, 0))
@@ -76,6 +79,14 @@ def compile_options(config: BuildConfig, checkpoint: Checkpoint) -> CompileOptio
         kv_dtype=config.kv_type(checkpoint.weight_dtype),
         limits=config.limits(checkpoint.spec),
     )
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A plan may be replaced by a new one; anything else in its place is somebody's file."""
+    if path.is_file() and path.stat().st_size > 0:
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise UsageError(f"{path} is not a plan and will not be overwritten: choose another --output")
 
 
 def _compiler(target: str) -> Compiler:

@@ -36,16 +36,24 @@ def open_runtime(plan: Plan, config: EngineConfig) -> Runtime:
 
 
 def pool_blocks(plan: Plan, config: EngineConfig) -> int:
-    """Blocks of the pool: as told, else what the memory share allows, and never more than a full batch can use."""
-    if config.num_blocks is not None:
-        return config.num_blocks
+    """Blocks of the pool: as told, else what the memory share allows, up to what a full batch can use."""
     block_bytes = plan.header.model.kv_bytes_per_token(plan.header.kv_dtype) * config.block_size
-    budget = config.kv_memory_bytes
-    if budget is None:
-        weights = sum(info.num_bytes for info in plan.tensors.values())
-        budget = pool_memory(available_memory(), weights, config.kv_memory_fraction)
-    per_sequence = -(-config.max_seq_len // config.block_size)
-    blocks = min(budget // block_bytes, config.max_batch_size * per_sequence)
+    weights = sum(info.num_bytes for info in plan.tensors.values())
+    available = available_memory()
+    if config.num_blocks is not None:
+        budget = config.num_blocks * block_bytes
+    elif config.kv_memory_bytes is not None:
+        budget = config.kv_memory_bytes
+    else:
+        per_sequence = -(-config.max_seq_len // config.block_size)
+        full_batch = config.max_batch_size * per_sequence * block_bytes
+        budget = min(pool_memory(available, weights, config.kv_memory_fraction), full_batch)
+    if budget + weights > available:
+        raise OutOfMemoryError(
+            f"a KV pool of {format_size(budget)} and weights of {format_size(weights)} do not fit in the "
+            f"{format_size(available)} that are free: lower --kv-memory or --num-blocks, or free memory"
+        )
+    blocks = budget // block_bytes
     if blocks < 1:
         raise OutOfMemoryError(
             f"the KV pool would get {format_size(budget)}, less than one block of {format_size(block_bytes)}: "

@@ -126,3 +126,19 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_is_no_plan_is_not_overwritten(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine")
+    result = trtcb("build", *MODEL, "-o", notes)
+    assert result.returncode == 2
+    assert "will not be overwritten" in result.stderr
+    assert notes.read_text() == "mine"
+
+
+def test_a_dry_run_of_what_cannot_be_served_says_so(tmp_path: Path) -> None:
+    result = trtcb("build", "--model", "llama-2-7b", "--random-weights", "--dry-run", "--kv-memory", "1KiB")
+    assert result.returncode == 5
+    assert "0 blocks" in result.stdout
+    assert "serving this needs" in result.stderr

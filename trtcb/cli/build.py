@@ -10,6 +10,7 @@ import typer
 
 from trtcb.config import BuildConfig
 from trtcb.config_sources import resolve
+from trtcb.errors import OutOfMemoryError
 from trtcb.memory import available_memory, format_size, parse_size
 
 if TYPE_CHECKING:
@@ -148,6 +149,11 @@ def _dry_run(config: BuildConfig, pool: int | None, fraction: float, *, as_json:
     }
     _print_rows(rows)
     print("\nDry run: nothing was written.")
+    if result.num_blocks < 1:
+        raise OutOfMemoryError(
+            f"serving this needs {format_size(result.resident_bytes + result.block_bytes)} and more, "
+            f"but {format_size(available_memory())} are free here: use a smaller model or a machine with more memory"
+        )
 
 
 def _shape(config: BuildConfig) -> "tuple[ModelSpec, str]":
