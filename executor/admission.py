@@ -28,6 +28,7 @@ class Admission:
     def sequence(self, request: Request, now_s: float) -> Sequence:
         """Make a sequence of ``request``, or raise :class:`RequestError`. Without a seed, it gets a random one."""
         params = request.params
+        _check_labels(request)
         _check_params(params, has_tokenizer=self.tokenizer is not None)
         _check_logit_params(params, self.vocab_size)
         if not (isinstance(request.priority, (int, float)) and 0.0 <= request.priority <= 1.0):
@@ -61,11 +62,6 @@ class Admission:
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
             raise RequestError("The prompt is empty: send at least one token.", param="prompt")
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
-            raise RequestError(
-                f"Token id {wrong} is outside the vocabulary: use ids from 0 to {self.vocab_size - 1}.", param="prompt"
-            )
         length, limit = len(token_ids), self.config.max_seq_len
         if length >= limit:
             raise RequestError(
@@ -74,6 +70,12 @@ class Admission:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        for token in token_ids:
+            if not _is_int(token) or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"Token id {token!r} is outside the vocabulary: use ids from 0 to {self.vocab_size - 1}.",
+                    param="prompt",
+                )
         if not self.config.chunked_prefill and length > self.config.max_num_tokens:
             raise RequestError(
                 f"The prompt has {length} tokens, but without chunked prefill one step must hold it whole, and "
@@ -98,6 +100,19 @@ class Admission:
             param="max_tokens" if fit_pool > 0 else "prompt",
             code="context_length_exceeded",
         )
+
+
+def _check_labels(request: Request) -> None:
+    """The engine thread hashes and compares these: a value of another type would stop it for everybody."""
+    for name in ("request_id", "cache_salt", "tenant"):
+        if not isinstance(getattr(request, name), str):
+            raise RequestError(f"{name} must be a text.", param=name)
+    if not isinstance(request.params, SamplingParams):
+        raise RequestError("params must be SamplingParams.", param="params")
+    _check_number("arrival_s", request.arrival_s, 0.0, math.inf)
+    for name in ("stop", "stop_token_ids", "logit_bias"):
+        if not isinstance(getattr(request.params, name), (tuple, list)):
+            raise RequestError(f"{name} must be a list or tuple, even for one entry.", param=name)
 
 
 def _check_params(params: SamplingParams, *, has_tokenizer: bool) -> None:

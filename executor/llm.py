@@ -101,6 +101,8 @@ class AsyncLLM:
         What :meth:`Engine.submit` raises comes from the first ``anext``, before it waits for anything. A reader that
         lags ``MAX_STREAM_BACKLOG`` deltas behind gets an error delta as its last.
         """
+        if self._loop is not asyncio.get_running_loop():
+            raise UsageError("The engine was not started on this event loop: await start() on it before streaming.")
         request_id = request.request_id
         if request_id in self._streams:
             raise RequestError(f"Request id '{request_id}' is in use: give each request its own.", param="request_id")
@@ -230,7 +232,7 @@ class LLM:
         Raises :class:`RequestError` before anything runs if a prompt can never be served, and ``EngineDeadError`` if
         the engine stops. A request that fails alone is a completion with an ``error``.
         """
-        requests = self._requests(prompts, params or SamplingParams())
+        requests = self._requests(prompts, SamplingParams() if params is None else params)
         answers: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         received: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
         waiting = deque(requests)

@@ -64,4 +64,4 @@ def _delta(index: int, delta: Json, finish_reason: str | None, logprobs: Json | 
 def _prepare(body: bytes, context: ServerContext) -> tuple[ChatRequest, TokenIds]:
     call = parse(body, ChatRequest)
     check_model(context, call.model)
-    return call, chat_prompt(call.messages, context.llm.tokenizer)
+    return call, chat_prompt(call.messages, context.llm.tokenizer, max_seq_len=context.llm.engine.config.max_seq_len)

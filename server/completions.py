@@ -62,5 +62,6 @@ def _prepare(body: bytes, context: ServerContext) -> tuple[CompletionRequest, li
         context.llm.tokenizer,
         vocab_size=context.llm.model.vocab_size,
         max_prompts=context.config.max_prompts_per_call,
+        max_seq_len=context.llm.engine.config.max_seq_len,
     )
     return call, prompts

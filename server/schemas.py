@@ -4,7 +4,7 @@ import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from trtcb.executor.request import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
@@ -46,7 +46,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (),
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "guided_json": (),
@@ -90,6 +90,14 @@ def _logit_bias(value: Any) -> LogitBias | None:
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
+        # Clients send back what they were sent: a message with `"refusal": null`, `"annotations": []`, ...
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if name in cls.model_fields or value not in (None, [])}
 
 
 class StreamOptions(_Strict):

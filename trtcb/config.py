@@ -101,6 +101,11 @@ class BuildConfig(BaseModel):
         )
 
 
+def _policy_name(value: Any) -> Any:
+    """TensorRT-LLM writes its policies in capitals."""
+    return value.lower().replace("-", "_") if isinstance(value, str) else value
+
+
 class ServeConfig(BaseModel):
     """How to run a plan. A limit that is ``None`` is the plan's own; a server may lower it, never raise it."""
 
@@ -118,7 +123,7 @@ class ServeConfig(BaseModel):
     num_blocks: Positive | None = None
     kv_memory_bytes: Annotated[Bytes, Field(ge=1)] | None = None
     kv_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
-    max_queue_size: Annotated[int, Field(ge=0)] = 256
+    max_queue_size: Positive = 256
     default_max_tokens: Positive | None = None
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -127,6 +132,10 @@ class ServeConfig(BaseModel):
     priority_ageing_s: Seconds | None = None
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
     victim_policy: Literal["newest", "cheapest"] = "newest"
+
+    _policy = field_validator("scheduler_policy", "chunk_policy", "queue_policy", "victim_policy", mode="before")(
+        _policy_name
+    )
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000

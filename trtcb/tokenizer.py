@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -71,6 +72,11 @@ class Tokenizer:
         start = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
         self.token_bytes = TokenBytes(self._tokenizer)
         self.adds_bos: bool = self.bos_token_id is not None and start == [self.bos_token_id]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest vocabulary entry, and so an upper bound on the text that one token stands for."""
+        return max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
 
     @property
     def has_chat_template(self) -> bool:

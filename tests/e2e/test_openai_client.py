@@ -157,3 +157,24 @@ async def test_unknown_model_and_bad_value_name_their_field():
             await api.completions.create(model="fake", prompt="x", temperature=9)
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     assert bad.value.param == "temperature"
+
+
+async def test_an_answer_may_be_sent_back_as_the_client_got_it():
+    async with served(FakeLLM("Hello!")) as server, client(server) as api:
+        first = await api.chat.completions.create(model="fake", messages=MESSAGES)
+        message = first.choices[0].message
+        for turn in (message, message.model_dump(), {**message.model_dump(), "annotations": [], "name": None}):
+            again = await api.chat.completions.create(model="fake", messages=[*MESSAGES, turn, *MESSAGES])
+            assert again.choices[0].message.content == "Hello!"
+        with pytest.raises(openai.BadRequestError):
+            await api.chat.completions.create(model="fake", messages=[{**MESSAGES[0], "name": "Ann"}])
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised():
+    async with served(FakeLLM()) as server, client(server) as api:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await api.completions.create(model="fake", prompt="7" * 3_000_000)
+        assert caught.value.code == "context_length_exceeded"
+        assert "characters" in str(caught.value)
+        with pytest.raises(openai.BadRequestError):
+            await api.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x" * 3_000_000}])

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.test_engine import WAIT_S, Gated
 from trtcb.errors import DrainingError, DrainTimeoutError, EngineDeadError, QueueFullError, RequestError, UsageError
 from trtcb.executor import llm as llm_module
+from trtcb.executor.admission import Admission
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.llm import LLM, AsyncLLM, Completion
 from trtcb.executor.request import FinishReason, Request, SamplingParams, fan_out
@@ -85,17 +86,16 @@ class TestAsync:
             await asyncio.gather(*(read(number) for number in range(50)))
             assert served._streams == {}
 
-    async def test_one_wakeup_of_the_loop_per_step(self):
+    async def test_one_wakeup_of_the_loop_per_step(self, monkeypatch):
         async with serving() as served:
             calls = []
             loop_call = served._loop.call_soon_threadsafe
 
-            class Loop:
-                def call_soon_threadsafe(self, callback, deltas):
-                    calls.append(len(deltas))
-                    loop_call(callback, deltas)
+            def call_soon_threadsafe(callback, deltas):
+                calls.append(len(deltas))
+                loop_call(callback, deltas)
 
-            served._loop = Loop()
+            monkeypatch.setattr(served._loop, "call_soon_threadsafe", call_soon_threadsafe)
             served.runtime.gate.clear()
             streams = [served.stream(request(f"r{n}", (n,))) for n in range(8)]
             heads = [asyncio.ensure_future(anext(stream)) for stream in streams]
@@ -403,3 +403,45 @@ def test_answers_to_one_prompt_differ_in_id_and_seed():
     assert [(each.request_id, each.params.seed) for each in fan_out(one, 3)] == [("r-0", 5), ("r-1", 6), ("r-2", 7)]
     assert all(each.prompt_token_ids == one.prompt_token_ids for each in fan_out(one, 3))
     assert [each.params.seed for each in fan_out(request("r"), 2)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache_salt": None},
+        {"cache_salt": 5},
+        {"request_id": b"x"},
+        {"arrival_s": "x"},
+        {"arrival_s": float("nan")},
+        {"params": None},
+        {"params": SamplingParams(stop="ab")},
+        {"params": SamplingParams(stop=None)},
+        {"params": SamplingParams(stop_token_ids=7)},
+        {"prompt_token_ids": (1, True)},
+        {"prompt_token_ids": ("a",)},
+    ],
+)
+def test_a_malformed_request_is_refused_and_harms_nobody(changes):
+    admission = Admission(EngineConfig(), num_blocks=100, vocab_size=50, tokenizer=None)
+    request = Request("a", (1, 2, 3), SamplingParams())
+    admission.sequence(request, 0.0)
+    with pytest.raises(RequestError):
+        admission.sequence(dataclasses.replace(request, **changes), 0.0)
+
+
+async def test_a_stream_needs_the_loop_the_engine_was_started_on():
+    llm = AsyncLLM(SimRuntime(num_blocks=64, block_size=4), EngineConfig(**SETTINGS), tokenizer=None, model=MODEL)
+    with pytest.raises(UsageError, match="start"):
+        await anext(llm.stream(request("early")))
+    await llm.start()
+    deltas = [delta async for delta in llm.stream(request("now", max_tokens=2))]
+    assert deltas[-1].finish_reason is not None
+    await llm.close()
+
+
+def test_an_empty_list_of_params_is_not_the_default():
+    with (
+        LLM(runtime=SimRuntime(num_blocks=64, block_size=4), model=MODEL, **SETTINGS) as llm,
+        pytest.raises(UsageError, match="params"),
+    ):
+        llm.generate([[1], [2]], [])
