@@ -109,7 +109,8 @@ def _check_labels(request: Request) -> None:
             raise RequestError(f"{name} must be a text.", param=name)
     if not isinstance(request.params, SamplingParams):
         raise RequestError("params must be SamplingParams.", param="params")
-    _check_number("arrival_s", request.arrival_s, 0.0, math.inf)
+    if not isinstance(request.arrival_s, (int, float)) or not math.isfinite(request.arrival_s):
+        raise RequestError("arrival_s must be a number of seconds on the engine's clock.", param="arrival_s")
     for name in ("stop", "stop_token_ids", "logit_bias"):
         if not isinstance(getattr(request.params, name), (tuple, list)):
             raise RequestError(f"{name} must be a list or tuple, even for one entry.", param=name)

@@ -18,7 +18,8 @@ MODEL = ("--model", "tiny-random")
 
 # Runs the command line and sends itself a signal at the n-th piece of the plan that is written.
 STRIKE = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script inherits "ignore"
 from trtcb.builder import build
 from trtcb.cli.main import main
 number, at = int(sys.argv[1]), int(sys.argv[2])
