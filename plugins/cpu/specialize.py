@@ -29,6 +29,7 @@ import llvmlite
 import numba
 from numba import cfunc, njit, types
 
+from trtcb.cache import cache_root, make_cache_root
 from trtcb.errors import TargetUnavailableError
 from trtcb.plugins.cpu.isa import check_supported, isa_fingerprint
 from trtcb.plugins.cpu.simd import JIT_OPTIONS
@@ -47,12 +48,10 @@ def cache_folder() -> Path:
     Raises ``TargetUnavailableError`` if it belongs to somebody else or others may write to it. Where it cannot be
     created (a read-only home), a temporary folder serves this process alone.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "trtcb" / "kernels"
+    folder = cache_root() / "kernels"
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        for path in (folder.parent, folder):
-            path.mkdir(mode=0o700, exist_ok=True)
+        make_cache_root()
+        folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         logger.warning("Kernels are compiled anew at each start, because %s cannot be created: %s", folder, error)
         return Path(tempfile.mkdtemp(prefix="trtcb-kernels-"))

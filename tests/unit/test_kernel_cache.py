@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trtcb.cache import make_cache_root
 from trtcb.errors import TargetUnavailableError, UsageError
 from trtcb.plugins.cpu import isa
 from trtcb.plugins.cpu.kernels import KernelConfig
@@ -38,6 +39,17 @@ def test_the_folder_is_private(private_cache):
     assert folder == private_cache / "trtcb" / "kernels"
     for path in (folder, folder.parent):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+
+
+def test_whoever_makes_the_cache_first_under_a_common_umask_makes_it_private(private_cache):
+    before = os.umask(0o002)
+    try:
+        make_cache_root()
+        (private_cache / "trtcb").chmod(0o775)  # as an earlier version left it
+        folder = cache_folder()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.parent.stat().st_mode) & 0o022 == 0
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trtcb import __version__
+from trtcb.cache import cache_root
 from trtcb.memory import available_memory, format_size, total_memory
 
 _LIBRARIES = ("numpy", "torch", "numba", "onnx", "tokenizers", "gguf", "safetensors", "aiohttp", "huggingface-hub")
@@ -50,8 +51,7 @@ def cpu_features(cpuinfo: str) -> list[str]:
 
 def cache_folders() -> list[Path]:
     """Return where trtcb keeps what it can make again: models it fetched, kernels it compiled."""
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return [Path(root) / "trtcb"]
+    return [cache_root()]
 
 
 def _targets() -> dict[str, str]:
