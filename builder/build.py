@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trtcb import __version__
+from trtcb.atomic_file import check_replaceable
 from trtcb.builder.compiler import Compiled, CompileOptions, Compiler
 from trtcb.builder.report import BuildReport, OnProgress, OnStage, StageClock, ignore_progress, ignore_stage
 from trtcb.builder.sources import resolve
@@ -83,6 +84,7 @@ def compile_options(config: BuildConfig, checkpoint: Checkpoint) -> CompileOptio
 
 def _refuse_foreign(path: Path) -> None:
     """A plan may be replaced by a new one; anything else in its place is somebody's file."""
+    check_replaceable(path)
     if path.is_file() and path.stat().st_size > 0:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:

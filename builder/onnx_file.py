@@ -14,6 +14,7 @@ import numpy.typing as npt
 import onnx
 from onnx import StringStringEntryProto, TensorProto
 
+from trtcb.atomic_file import check_replaceable
 from trtcb.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def write_onnx(
     try:
         if not path.parent.is_dir():
             raise UsageError(f"cannot write {path}: create the directory {path.parent} first")
-        if path.is_dir():
-            raise UsageError(f"cannot write {path}: it is a directory, name a file in it")
+        check_replaceable(path)
+        check_replaceable(data_path)
         with _staged(data_path) as data_part, _staged(path) as model_part:
             with _synced(data_part) as file:
                 for tensor in tensors:

@@ -8,8 +8,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from trtcb.errors import UsageError
+
 # What file systems without unnamed files (NFS, old overlayfs) answer to O_TMPFILE.
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise ``UsageError`` unless ``path`` is free or a regular file: a device, pipe or link must not be replaced."""
+    if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UsageError(f"'{path}' is not a regular file and will not be replaced: name a file to write")
 
 
 @contextmanager
@@ -20,6 +28,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     nothing, and elsewhere to a hidden temporary name, which any exception (Ctrl-C too) removes. Missing folders are
     made, and unmade after an exception.
     """
+    check_replaceable(path)
     folder = path.parent
     temporary = folder / f".{path.name}.{secrets.token_hex(6)}.tmp"
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]

@@ -93,6 +93,13 @@ class BuildConfig(BaseModel):
             raise UsageError(
                 f"--max-seq-len {longest} is beyond what {spec.name} was trained for: use at most {spec.max_position}."
             )
+        if longest < 2:
+            raise UsageError("a sequence needs room for a prompt and an answer: use --max-seq-len 2 or more")
+        if self.max_num_tokens < self.block_size:
+            raise UsageError(
+                f"--max-num-tokens {self.max_num_tokens} is less than a block of {self.block_size} tokens, "
+                "and long prompts advance by whole blocks: raise it, or lower --block-size"
+            )
         return BuildLimits(
             max_batch_size=self.max_batch_size,
             max_num_tokens=self.max_num_tokens,

@@ -1,6 +1,7 @@
 """``trtcb build`` and ``export`` as processes: what they leave on disk if they finish, are interrupted or killed."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -143,3 +144,24 @@ def test_a_dry_run_of_what_cannot_be_served_says_so(tmp_path: Path) -> None:
     assert result.returncode == 5
     assert "0 blocks" in result.stdout
     assert "serving this needs" in result.stderr
+
+
+def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for output in (tmp_path / "pipe", tmp_path / "link", tmp_path, Path("/dev/full")):
+        for command in ("build", "export"):
+            result = trtcb(command, *MODEL, "-o", output)
+            assert result.returncode == 2, (command, output, result.stderr)
+            assert "regular file" in result.stderr
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+    assert Path("/dev/full").is_char_device()
+
+
+def test_what_could_not_be_served_is_not_built(tmp_path: Path) -> None:
+    for limits in (("--max-num-tokens", "16"), ("--block-size", "1024"), ("--max-seq-len", "1")):
+        result = trtcb("build", *MODEL, *limits, "-o", tmp_path / "x.plan")
+        assert result.returncode == 2
+        assert limits[0] in result.stderr
+    assert not (tmp_path / "x.plan").exists()
