@@ -9,9 +9,10 @@ from trtcb.atomic_file import check_replaceable
 from trtcb.builder.compiler import Compiled, CompileOptions, Compiler
 from trtcb.builder.report import BuildReport, OnProgress, OnStage, StageClock, ignore_progress, ignore_stage
 from trtcb.builder.sources import resolve
-from trtcb.errors import UsageError
+from trtcb.errors import PlanError, UsageError
 from trtcb.plan_format import MAGIC, PlanHeader
 from trtcb.plan_writer import Section, plan_size, write_plan
+from trtcb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from trtcb.builder.checkpoint import Checkpoint
     from trtcb.config import BuildConfig
+    from trtcb.spec import ModelSpec
+    from trtcb.tokenizer import TokenizerAssets
 
 
 def build(
@@ -40,6 +43,7 @@ def build(
     clock.start("tokenizer")
     header = _header(config, compiler.target, checkpoint, options, compiled)
     assets = checkpoint.assets
+    _check_tokenizer(assets, checkpoint.spec)
     sections = (
         *compiled.sections,
         Section.of_bytes("tokenizer", assets.tokenizer_json),
@@ -80,6 +84,16 @@ def compile_options(config: BuildConfig, checkpoint: Checkpoint) -> CompileOptio
         kv_dtype=config.kv_type(checkpoint.weight_dtype),
         limits=config.limits(checkpoint.spec),
     )
+
+
+def _check_tokenizer(assets: TokenizerAssets, spec: ModelSpec) -> None:
+    """What a server could not load, or what names tokens the model does not have, is found now and not there."""
+    size = Tokenizer(assets).vocab_size
+    if size > spec.vocab_size:
+        raise PlanError(
+            f"the tokenizer has {size} entries and the model {spec.vocab_size}: "
+            "they do not belong together, fetch both again"
+        )
 
 
 def _refuse_foreign(path: Path) -> None:

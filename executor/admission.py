@@ -13,6 +13,7 @@ from trtcb.executor.sequence import Sequence
 
 _SEED_MASK = (1 << 64) - 1
 _MAX_TOP_K = (1 << 31) - 1
+_LARGEST = 1e300  # of any number; unlike math.isfinite, a comparison takes integers of any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def _check_labels(request: Request) -> None:
             raise RequestError(f"{name} must be a text.", param=name)
     if not isinstance(request.params, SamplingParams):
         raise RequestError("params must be SamplingParams.", param="params")
-    if not isinstance(request.arrival_s, (int, float)) or not math.isfinite(request.arrival_s):
+    if not isinstance(request.arrival_s, (int, float)) or not abs(request.arrival_s) <= _LARGEST:
         raise RequestError("arrival_s must be a number of seconds on the engine's clock.", param="arrival_s")
     for name in ("stop", "stop_token_ids", "logit_bias"):
         if not isinstance(getattr(request.params, name), (tuple, list)):
@@ -164,7 +165,7 @@ def _check_logit_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_number(param: str, value: float, least: float, most: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
     if not is_number or not least <= value <= most:
         bound = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
         raise RequestError(f"{param} must be a number {bound}, not {value}.", param=param)

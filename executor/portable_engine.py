@@ -91,7 +91,7 @@ def _addresses(pools: PoolArrays) -> PoolAddresses:
 def _read_program(plan: Plan) -> Program:
     try:
         return Program.from_json(json.loads(bytes(plan.section("program"))))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PlanError(f"section 'program' of {plan.path} is not a call list ({error}); rebuild the plan") from error
 
 

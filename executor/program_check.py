@@ -4,13 +4,16 @@ A plan's hashes only say that it is what was written. Whether its call list fits
 of this version is decided here, call by call, against the table of operators in :mod:`trtcb.program`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trtcb.errors import PlanError
 from trtcb.plan_format import PlanHeader, TensorInfo
 from trtcb.program import Call, Program, Value
+
+MAX_VALUES = 64
+MAX_CALLS_PER_LAYER = 16
+MAX_ATTRIBUTE = 4096  # a layer's number; an epsilon is far below
 
 Kind = tuple[int, str]  # width and type of a value
 Weight = tuple[tuple[int, ...], str]  # shape and type of a tensor
@@ -30,6 +33,8 @@ class _Signature:
 def check_program(program: Program, header: PlanHeader, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise :class:`PlanError`, naming the call, unless the program is safe to run and ends in the model's logits."""
     signatures = _signatures(header)
+    if len(program.values) > MAX_VALUES or len(program.calls) > MAX_CALLS_PER_LAYER * (header.model.num_layers + 1):
+        raise _fault("it is longer than any model needs")
     values = {value.name: value for value in program.values}
     if len(values) != len(program.values):
         raise _fault("two values have the same name")
@@ -105,8 +110,8 @@ def _check_call(
     if set(call.attributes) != ({signature.attribute} if signature.attribute else set()):
         raise _fault(f"{where} lacks an attribute, or has one too many")
     for number in call.attributes.values():
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
-            raise _fault(f"{where} has an attribute that is not a number of at least 0")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < MAX_ATTRIBUTE:
+            raise _fault(f"{where} has an attribute that is not a number from 0 to {MAX_ATTRIBUTE}")
 
 
 def _fault(what: str) -> PlanError:

@@ -1,7 +1,8 @@
 """Text to token ids and back, from what a plan carries: the ``tokenizers`` library and a chat template."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ class TokenizerAssets:
                 generation_config=dict(data["generation_config"]),
                 special_tokens=dict(data.get("special_tokens", {})),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PlanError("The plan's section 'tokenizer_config' is not readable: rebuild the plan.") from error
 
 
@@ -90,7 +91,8 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """:meth:`encode` for many texts in one call, spread over the library's threads."""
         try:
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            with _contained("this text"):
+                encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:  # the library raises either, by its version
             raise RequestError(
                 "The text holds half of a surrogate pair, which is not a character: send valid Unicode."
@@ -103,7 +105,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return text; bytes that are no complete UTF-8 become U+FFFD, ids outside the vocabulary become nothing."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        with _contained("these tokens"):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_to_id(self, token: str) -> int | None:
         """Id of one vocabulary entry, spelled as in the vocabulary; None if there is none such."""
@@ -138,11 +141,25 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
 
+@contextmanager
+def _contained(what: str) -> Iterator[None]:
+    """Turn a failure of the library into a :class:`RequestError`; its panics, which are no ``Exception``, too."""
+    try:
+        yield
+    except (RequestError, KeyboardInterrupt, SystemExit, UnicodeError, TypeError):
+        raise
+    except BaseException as error:
+        raise RequestError(f"The model's tokenizer cannot handle {what}: {error}") from error
+
+
 def _eos_ids(generation_config: Mapping[str, Any]) -> frozenset[int]:
     value = generation_config.get("eos_token_id")
     if value is None:
         return frozenset()
-    return frozenset({value} if isinstance(value, int) else value)
+    ids = value if isinstance(value, list) else [value]
+    if any(type(token) is not int for token in ids):
+        raise PlanError("The model's eos_token_id is neither a token id nor a list of them: correct generation_config.")
+    return frozenset(ids)
 
 
 def _load(tokenizer_json: bytes) -> tokenizers.Tokenizer:

@@ -134,3 +134,18 @@ def test_no_template_is_a_request_error_that_names_the_way_out():
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="/v1/completions"):
         tokenizer.apply_chat_template(USER)
+
+
+@pytest.mark.parametrize("eos", [1.5, [[1]], "2", {}, True])
+def test_eos_ids_of_another_type_are_a_plan_error(eos):
+    assets = replace(ASSETS, generation_config={"eos_token_id": eos})
+    with pytest.raises(PlanError, match="eos_token_id"):
+        Tokenizer(assets)
+
+
+def test_a_panic_of_the_library_ends_one_request():
+    document = json.loads(ASSETS.tokenizer_json)
+    document["decoder"] = {"type": "Strip", "content": "a", "start": 0, "stop": 50}
+    tokenizer = Tokenizer(replace(ASSETS, tokenizer_json=json.dumps(document).encode()))
+    with pytest.raises(RequestError, match="these tokens"):
+        tokenizer.decode(tokenizer.encode("a"))
