@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from trtcb.executor.block_pool import BlockPool
 from trtcb.executor.prefix_cache import PrefixCache
 from trtcb.executor.sequence import Sequence
+from trtcb.executor.siblings import Fork, Forks, Siblings
 from trtcb.executor.victims import VictimPolicy, newest
 
 
@@ -24,6 +25,7 @@ class ActiveList:
         waiting: list[Sequence],
         pool: BlockPool,
         prefix_cache: PrefixCache,
+        siblings: Siblings,
         *,
         block_size: int,
         max_requests: int,
@@ -40,6 +42,7 @@ class ActiveList:
         self.free_blocks = pool.num_free
         self._references = pool.references
         self._prefix_cache = prefix_cache
+        self._forks = Forks(siblings)
         self._block_size = block_size
         self._matches: dict[Sequence, list[int]] = {}
         self._reference_changes: dict[int, int] = {}
@@ -56,11 +59,21 @@ class ActiveList:
         yield from self.running[start:]
 
     def match(self, seq: Sequence) -> list[int]:
-        """Return the cached blocks that hold the beginning of ``seq``: a start in this pass would claim them."""
+        """Return the full blocks that hold the beginning of ``seq`` already: a start in this pass would claim them."""
         blocks = self._matches.get(seq)
         if blocks is None:
-            blocks = self._matches[seq] = self._prefix_cache.match(seq)
+            fork = self._forks.of(seq)
+            blocks = self._matches[seq] = self._prefix_cache.match(seq) if fork is None else fork.blocks
         return blocks
+
+    def fork(self, seq: Sequence) -> Fork | None:
+        """Return what ``seq`` would take over from a sibling, if it starts in this pass; ``match`` is part of it."""
+        return self._forks.of(seq)
+
+    def num_cached_tokens(self, seq: Sequence) -> int:
+        """Tokens at the beginning of ``seq``, which is not started, that need no computation."""
+        fork = self._forks.of(seq)
+        return len(self.match(seq)) * self._block_size if fork is None else fork.num_tokens
 
     def blocks_to_completion(self, seq: Sequence) -> int:
         """Blocks that a request still needs in order to run to its limit."""
@@ -76,8 +89,10 @@ class ActiveList:
 
     def admit(self, seq: Sequence) -> None:
         """Take note that ``seq`` will start: its prefix gains a holder, and its next block somebody who computes it."""
-        cached = self.match(seq)
-        for block in cached:
+        cached, fork = self.match(seq), self._forks.of(seq)
+        self._forks.admit(seq)
+        held = cached if fork is None or fork.copied_block is None else [*cached, fork.copied_block]
+        for block in held:
             if self._is_referenced(block):
                 self._reference_changes[block] = self._reference_changes.get(block, 0) + 1
         key = self._prefix_cache.key_of(seq, len(cached))
@@ -89,9 +104,15 @@ class ActiveList:
         for block in seq.blocks:
             self._reference_changes[block] = self._reference_changes.get(block, 0) - 1
             self.free_blocks += not self._is_referenced(block)
+        for undone in self._forks.pause(seq):
+            self._matches.pop(undone, None)
 
     def beneficial_to_skip(self, seq: Sequence) -> bool:
-        """Whether somebody is computing the very block that ``seq``, not started yet, would begin with."""
+        """Whether somebody is computing what ``seq``, not started yet, would begin with: its first block, or prompt."""
+        if self._forks.should_wait(seq):
+            return True
+        if self._forks.of(seq) is not None:
+            return False
         # What comes before a block in work is published, so meeting its key suffices: no walk along each chain. All
         # that wait may have to be asked, so this is spelled out: what waits is hashed as far as it can be reused.
         keys = seq.keys

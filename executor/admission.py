@@ -105,7 +105,7 @@ class Admission:
 
 def _check_labels(request: Request) -> None:
     """The engine thread hashes and compares these: a value of another type would stop it for everybody."""
-    for name in ("request_id", "cache_salt", "tenant"):
+    for name in ("request_id", "cache_salt", "tenant", "fork_group"):
         if not isinstance(getattr(request, name), str):
             raise RequestError(f"{name} must be a text.", param=name)
     if not isinstance(request.params, SamplingParams):

@@ -64,6 +64,7 @@ class BatchBuilder:
             block_tables=self._block_table[:, : int(self._num_blocks[slots].max())][slots],
             logit_index=logit_index,
             sampling=self._sampling(step, slots[logit_rows], positions[logit_index] + np.int32(1)),
+            copies=np.array(step.copies, np.int32).reshape(-1, 2),
         )
 
     def advance(self, step: Step, tokens: Int32) -> None:

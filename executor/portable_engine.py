@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from trtcb.errors import PlanError
-from trtcb.executor.runtime import Batch, Float32, StepLogprobs, StepOutput
+from trtcb.executor.runtime import Batch, Float32, Int32, StepLogprobs, StepOutput
 from trtcb.plugins.cpu import threads
 from trtcb.program import Program
 
@@ -53,6 +53,8 @@ class PortableEngine:
 
     def run(self, batch: Batch) -> StepOutput:
         """Run one step and draw; -1 where a row's logits were not numbers."""
+        if len(batch.copies):
+            self._copy_blocks(batch.copies)
         step = _step(batch)
         self._ops.attention = self._kernels.plan_attention(
             step.cu_q, step.positions, step.num_sequences, step.num_tokens
@@ -68,6 +70,12 @@ class PortableEngine:
         if sampling.num_logprobs is None:
             return StepOutput(tokens)
         return StepOutput(tokens, StepLogprobs(*self._logit_editor.logprobs(logits, tokens, sampling.num_logprobs)))
+
+    def _copy_blocks(self, copies: Int32) -> None:
+        from trtcb.plugins.cpu.pools import copy_blocks
+
+        for pools in self._pools:
+            copy_blocks(pools, copies)
 
     def logits(self) -> Float32:
         """Logits ``[NL, vocab]`` of the last step, for evaluation; overwritten by the next."""

@@ -46,7 +46,8 @@ class SamplingParams:
 class Request:
     """One sequence to generate. ``arrival_s`` is on the engine's clock; higher ``priority`` (0..1) goes first.
 
-    ``tenant`` is on whose account it is served, where the queue policy is fair to tenants.
+    ``tenant`` is on whose account it is served, where the queue policy is fair to tenants. Requests with the same
+    ``fork_group``, not empty, and equal prompts and salts are answers to one prompt: it is computed once for them.
     """
 
     request_id: str
@@ -56,13 +57,14 @@ class Request:
     cache_salt: str = ""
     arrival_s: float = 0.0
     tenant: str = ""
+    fork_group: str = ""
 
 
 def fan_out(request: Request, count: int) -> list[Request]:
     """Return ``count`` requests for as many answers to one prompt (the API's ``n``).
 
-    They differ in their ids and, where there is a seed, in that: answer ``i`` has ``seed + i``, as in vLLM. The full
-    blocks of the prompt are computed once and shared, by way of the prefix cache; the last, partial one is not.
+    They differ in their ids and, where there is a seed, in that: answer ``i`` has ``seed + i``, as in vLLM. The prompt
+    is computed once: its full blocks are shared, and the last, partial one is copied (``siblings.py``).
     """
     if count == 1:
         return [request]
@@ -71,6 +73,7 @@ def fan_out(request: Request, count: int) -> list[Request]:
         replace(
             request,
             request_id=f"{request.request_id}-{index}",
+            fork_group=request.request_id,
             params=request.params if seed is None else replace(request.params, seed=seed + index),
         )
         for index in range(count)

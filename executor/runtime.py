@@ -1,6 +1,6 @@
 """The seam between the engine and a target: a packed ragged batch goes in, one token per sampled row comes out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -61,6 +61,9 @@ class Batch:
     The arrays belong to the caller and stay valid, and unchanged, until ``Runtime.wait`` for this step returns. A
     sequence contributes the rows ``cu_q[b]:cu_q[b+1]``; its tokens are consecutive positions. ``block_tables`` rows are
     padded with 0. ``logit_index`` lists the rows (of ``T``) whose next token is wanted, in order of sequence.
+
+    ``copies`` are pairs of blocks, read and written. They come before all that the step writes, and all of them are
+    read before any is written; a destination occurs once.
     """
 
     input_ids: Int32  # [T]
@@ -70,6 +73,7 @@ class Batch:
     block_tables: Int32  # [B, MB]
     logit_index: Int32  # [NL]
     sampling: SamplingRows  # [NL]
+    copies: Int32 = field(default_factory=lambda: np.zeros((0, 2), np.int32))  # [NC, 2]
 
 
 @dataclass(frozen=True, slots=True)

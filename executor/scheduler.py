@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trtcb.executor.active_list import ActiveList
 from trtcb.executor.block_pool import BlockPool
@@ -11,6 +11,7 @@ from trtcb.executor.chunking import CHUNK_POLICIES, Chunk, TokenBudget
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.prefix_cache import PrefixCache
 from trtcb.executor.sequence import Sequence
+from trtcb.executor.siblings import Copy, Siblings
 from trtcb.executor.victims import VICTIM_POLICIES
 
 
@@ -18,7 +19,8 @@ from trtcb.executor.victims import VICTIM_POLICIES
 class Step:
     """One step's rows: a token for each of ``decodes``, then the ``chunks`` of contexts.
 
-    ``started`` took a slot for this step, ``grown`` took blocks for it (a superset), ``paused`` gave theirs up.
+    ``started`` took a slot for this step, ``grown`` took blocks for it (a superset), ``paused`` gave theirs up. The
+    blocks of ``copies`` are copied before anything of the step is written.
     All that is derived from the rows is valid until :meth:`Scheduler.apply` only.
     """
 
@@ -27,6 +29,7 @@ class Step:
     started: list[Sequence]
     grown: list[Sequence]
     paused: list[Sequence]
+    copies: list[Copy] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -70,6 +73,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.prefix_caching)
+        self.siblings = Siblings(self.pool, config.block_size)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_paused = 0  # of `waiting`
@@ -106,23 +110,26 @@ class Scheduler:
         self._num_arrivals += 1
         seq.rank = self._queue.queued(seq)
         self.prefix_cache.hash_tokens(seq)
+        self.siblings.join(seq)
         insort(self.waiting, seq)
 
     def schedule(self) -> Step:
         """Choose and prepare the next step: who fits in memory, who in the token budget; then slots, then blocks."""
         active = self._active_list()
         fitting, paused = self._policy.select(active)
-        for seq in paused:
-            self.pause(seq)
-        decodes, chunks = self._budget.fill(fitting, lambda seq: len(active.match(seq)) * self._block_size)
+        decodes, chunks = self._budget.fill(fitting, active.num_cached_tokens)
 
         started = [seq for seq, _ in chunks if not seq.started]
-        for seq in started:  # claims come before any allocation, which might evict what is to be claimed
-            self._start(seq, active.match(seq))
+        for seq in started:  # claims come before any release or allocation, which might take what is to be claimed
+            self._claim(seq, active)
+        for seq in paused:
+            self.pause(seq)
+        for seq in started:
+            self._start(seq)
         grown = [seq for seq in decodes if not seq.room] + started
         for seq in grown:
             self._grow(seq)
-        return Step(decodes, chunks, started, grown, paused)
+        return Step(decodes, chunks, started, grown, paused, self.siblings.copies(seq for seq, _ in chunks))
 
     def apply(self, step: Step, tokens: list[int]) -> None:
         """Account for a step that ran. ``tokens`` are those of ``step.drawing()``.
@@ -143,9 +150,9 @@ class Scheduler:
             seq.room -= size
             seq.generating = seq.num_computed == seq.num_tokens
             if not seq.generating:
-                self.prefix_cache.publish(seq)
+                self._share(seq)
             elif (token := next(drawn)) >= 0:
-                self.prefix_cache.publish(seq)
+                self._share(seq)
                 seq.token_ids.append(token)
 
     def pause(self, seq: Sequence) -> None:
@@ -166,15 +173,18 @@ class Scheduler:
         else:
             del self.waiting[bisect_left(self.waiting, seq)]
             self.num_paused -= seq.num_pauses > 0
+        self.siblings.leave(seq)
 
     def fail(self, seq: Sequence) -> None:
         """Remove a sequence whose computation went wrong: nobody may find its blocks again."""
         self.pool.forget(seq.blocks)
+        self.siblings.distrust(seq)
         self.remove(seq)
 
     def audit(self) -> list[str]:
         """Check every book against every other. Returns the faults found, in words."""
-        faults = self.pool.audit([seq.blocks for seq in self.running])
+        faults = self.pool.audit([*(seq.blocks for seq in self.running), self.siblings.held_blocks()])
+        faults += self.siblings.audit(self.running, len(self.running) + len(self.waiting))
         slots = sorted([*self._slots, *(seq.slot for seq in self.running)])
         if slots != list(range(self._max_batch_size)):
             faults.append(f"slots are lost or held twice: {slots}")
@@ -189,6 +199,7 @@ class Scheduler:
             self.waiting,
             self.pool,
             self.prefix_cache,
+            self.siblings,
             block_size=self._block_size,
             max_requests=self._max_batch_size,
             reserved_blocks=self.reserved_blocks,
@@ -196,20 +207,30 @@ class Scheduler:
             pick_victim=self._pick_victim,
         )
 
-    def _start(self, seq: Sequence, cached_blocks: list[int]) -> None:
+    def _claim(self, seq: Sequence, active: ActiveList) -> None:
+        """Secure what others have computed of a sequence that is about to start."""
+        seq.blocks = list(active.match(seq))
+        self.pool.claim(seq.blocks)
+        self.siblings.started(seq, active.fork(seq))
+        seq.num_published = len(seq.blocks)
+        seq.num_computed = active.num_cached_tokens(seq)
+        seq.room = len(seq.blocks) * self._block_size - seq.num_computed  # below 0: the rest is in a block to copy
+
+    def _start(self, seq: Sequence) -> None:
         del self.waiting[bisect_left(self.waiting, seq)]
         seq.rank = self._queue.started(seq)
         insort(self.running, seq)
         seq.slot = self._slots.pop()
-        self.pool.claim(cached_blocks)
-        seq.blocks = list(cached_blocks)
-        seq.num_published = len(cached_blocks)
-        seq.num_computed = len(cached_blocks) * self._block_size
         self.reserved_blocks += self._blocks_to_limit(seq) - len(seq.blocks)
         if seq.num_pauses:
             self.num_paused -= 1
         else:
             seq.num_cached_tokens = seq.num_computed
+
+    def _share(self, seq: Sequence) -> None:
+        """Let others find what a collected chunk of a prompt has computed."""
+        self.prefix_cache.publish(seq)
+        self.siblings.computed(seq)
 
     def _grow(self, seq: Sequence) -> None:
         """Take the blocks that all present tokens need: a whole prompt at its start, later one at a time."""
@@ -224,6 +245,7 @@ class Scheduler:
         self.reserved_blocks -= self._blocks_to_limit(seq) - len(seq.blocks)
         self._slots.append(seq.slot)
         self.pool.release(seq.blocks)
+        self.siblings.stopped(seq)
         seq.slot, seq.blocks, seq.room = -1, [], 0
         seq.num_computed = seq.num_published = 0
         seq.generating = False

@@ -43,12 +43,15 @@ class SimRuntime:
         self._batch = batch
 
     def wait(self) -> StepOutput:
-        """Write the step's tokens into their blocks, then read every wanted row's context back and hash it."""
+        """Copy blocks, write the step's tokens into theirs, then read every wanted row's context back and hash it."""
         batch, self._batch = self._batch, None
         if batch is None:
             raise RuntimeError("no step is in flight: launch one first")
         if self.step_time_s:
             time.sleep(self.step_time_s)
+        sources, destinations = batch.copies.T
+        self._tokens[destinations] = self._tokens[sources]
+        self._positions[destinations] = self._positions[sources]
         self._tokens.reshape(-1)[batch.slot_mapping] = batch.input_ids
         self._positions.reshape(-1)[batch.slot_mapping] = batch.positions
         rows = np.searchsorted(batch.cu_q, batch.logit_index, side="right") - 1

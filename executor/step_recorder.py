@@ -25,10 +25,10 @@ class StepRecorder:
         self._num_pauses = len(step.paused)
         self._prompt_tokens = step.prompt_tokens
         self._recomputed_tokens = step.recomputed_tokens
-        if self._scheduler.prefix_cache.enabled:
-            new = [seq for seq in step.started if not seq.num_pauses]
-            self._prefix_query_tokens = sum(seq.num_prompt_tokens for seq in new)
-            self._prefix_hit_tokens = sum(seq.num_cached_tokens for seq in new)
+        has_cache = self._scheduler.prefix_cache.enabled
+        new = [seq for seq in step.started if not seq.num_pauses and (has_cache or seq.request.fork_group)]
+        self._prefix_query_tokens = sum(seq.num_prompt_tokens for seq in new)
+        self._prefix_hit_tokens = sum(seq.num_cached_tokens for seq in new)
         self._schedule_s = seconds
         self._happened = step.num_rows > 0
 

@@ -28,8 +28,11 @@ class Reference:
         self.active = sorted(everybody, key=lambda s: s.rank)
         self.kept_free = math.ceil(self.watermark * self.scheduler.pool.num_blocks)
         self.holders = Counter(block for seq in self.active for block in seq.blocks)
+        self.holders.update(self.scheduler.siblings.held_blocks())
         self.free = self.scheduler.pool.num_blocks - len(self.holders)
-        self.in_work = {self.next_block(seq) for seq in self.active if seq.started and not seq.generating} - {None}
+        contexts = [seq for seq in self.active if seq.started and not seq.generating]
+        self.in_work = {self.next_block(seq) for seq in contexts} - {None}
+        self.prompts_in_work = {self.prompt(seq) for seq in contexts} - {None}
         getattr(self, self.policy)()
 
     def next_block(self, seq: Sequence) -> tuple | None:
@@ -42,7 +45,28 @@ class Reference:
         return (seq.request.cache_salt, *seq.token_ids[: (num_cached + 1) * self.block_size])
 
     def cached(self, seq: Sequence) -> list[int]:
+        source = self.source(seq)
+        if source is not None:
+            return source.blocks[: (seq.num_prompt_tokens - 1) // self.block_size]
         return self.scheduler.prefix_cache.match(seq)
+
+    def prompt(self, seq: Sequence) -> tuple | None:
+        """What siblings have in common, where more than one token of it can be shared."""
+        request = seq.request
+        if not request.fork_group or len(request.prompt_token_ids) == 1:
+            return None
+        return (request.fork_group, request.cache_salt, *request.prompt_token_ids)
+
+    def source(self, seq: Sequence) -> Sequence | None:
+        """The sibling that ``seq`` would fork from, if it never ran. That what is offered may be, the world checks."""
+        offered = self.scheduler.siblings.sources(seq)
+        return next((other for other in offered if other not in self.paused), None)
+
+    def copied(self, seq: Sequence) -> list[int]:
+        """The block that a start of ``seq`` would hold in order to copy it."""
+        source = self.source(seq)
+        num_full, tail = divmod(seq.num_prompt_tokens - 1, self.block_size)
+        return [source.blocks[num_full]] if source is not None and tail else []
 
     def num_in_use(self, seq: Sequence) -> int:
         return sum(self.holders[block] > 0 for block in self.cached(seq))
@@ -69,10 +93,14 @@ class Reference:
         self.fitting.append(seq)
         if not seq.started:
             self.in_work |= {self.next_block(seq)} - {None}
-            self.holders.update(block for block in self.cached(seq) if self.holders[block] > 0)
+            self.prompts_in_work |= {self.prompt(seq)} - {None}
+            held = self.cached(seq) + self.copied(seq)
+            self.holders.update(block for block in held if self.holders[block] > 0)
 
     def is_skipped(self, seq: Sequence) -> bool:
-        return not seq.started and self.next_block(seq) in self.in_work
+        if seq.started or self.source(seq) is not None:
+            return False
+        return self.next_block(seq) in self.in_work or (not seq.num_pauses and self.prompt(seq) in self.prompts_in_work)
 
     def guaranteed_no_evict(self) -> None:
         self._pass_1()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.property.sim_world import World, random_config, random_requests, with_random_stops
+from tests.property.sim_world import World, random_config, random_requests, with_random_stops, with_siblings
 from trtcb.executor.config import EngineConfig
 
 
@@ -22,6 +22,8 @@ def run(seed: int, policy: str) -> World:
     """One random workload with arrivals, aborts, forced pauses and injected faults."""
     rng = random.Random(f"{policy}/{seed}")
     requests = [with_random_stops(rng, request) for request in random_requests(rng, rng.randint(2, 12))]
+    if rng.random() < 0.5:
+        requests = with_siblings(rng, requests)
     longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests)
     config = random_config(rng, policy, longest)
     least = -(-longest // config.block_size)
@@ -54,6 +56,9 @@ def test_tokens_equal_the_solo_run(policy):
     # A run of the law that never meets what it is about would prove nothing.
     assert sum(world.num_stopped_by_text for world in worlds) > 200
     assert sum(world.num_hit_tokens for world in worlds) > 1000
+    if policy != "static_batch":  # which starts siblings at the same time, so that there is nothing to copy yet
+        assert sum(world.runtime.num_copies for world in worlds) > 100
+        assert sum(world.runtime.num_failed_copies for world in worlds) > 5
     if policy == "max_utilization":
         assert sum(world.num_pauses for world in worlds) > 200
 
