@@ -129,6 +129,8 @@ def _check_params(params: SamplingParams, *, has_tokenizer: bool) -> None:
         raise RequestError("top_p must be above 0: use temperature 0 for greedy decoding.", param="top_p")
     if not _is_int(params.top_k) or not 0 <= params.top_k <= _MAX_TOP_K:
         raise RequestError(f"top_k must be a whole number, 0 for off, not {params.top_k}.", param="top_k")
+    if not _is_int(params.n) or params.n != 1:
+        raise RequestError(f"A request has one answer, not n={params.n}: make a request for each.", param="n")
     if params.seed is not None and not _is_int(params.seed):
         raise RequestError(f"seed must be a whole number, not {params.seed}.", param="seed")
     if not all(isinstance(stop, str) and stop for stop in params.stop):

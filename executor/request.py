@@ -21,6 +21,8 @@ class SamplingParams:
     multiplies negative ones, ``frequency_penalty`` is subtracted once for each time a token is in the output, and
     ``presence_penalty`` once if it is there at all.
 
+    ``n`` answers to the prompt are for :meth:`LLM.generate` and :func:`fan_out`; the engine itself gives one a request.
+
     ``logprobs`` asks for the log-probability of each token drawn and of that many likeliest ones, at most
     ``MAX_LOGPROBS``; they are the model's own, of logits before any of this and of the temperature.
     """
@@ -40,6 +42,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     logprobs: int | None = None
+    n: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +69,15 @@ def fan_out(request: Request, count: int) -> list[Request]:
     They differ in their ids and, where there is a seed, in that: answer ``i`` has ``seed + i``, as in vLLM. The prompt
     is computed once: its full blocks are shared, and the last, partial one is copied (``siblings.py``).
     """
+    params = replace(request.params, n=1)
     if count == 1:
-        return [request]
-    seed = request.params.seed
+        return [replace(request, params=params)]
     return [
         replace(
             request,
             request_id=f"{request.request_id}-{index}",
             fork_group=request.request_id,
-            params=request.params if seed is None else replace(request.params, seed=seed + index),
+            params=params if params.seed is None else replace(params, seed=params.seed + index),
         )
         for index in range(count)
     ]

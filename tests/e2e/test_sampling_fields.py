@@ -169,16 +169,17 @@ async def test_n_answers_differ_by_their_seed_and_share_the_prompt(stream):
     assert (count.prompt_tokens, count.completion_tokens) == (65, 72)
 
 
-async def test_n_answers_compute_their_prompt_once():
+@pytest.mark.parametrize("prefix_caching", [False, True])
+async def test_n_answers_compute_their_prompt_once(prefix_caching):
     steps = []
-    llm = wide_engine()
+    llm = wide_engine(prefix_caching=prefix_caching)
     llm.observe_steps(steps.append)
     async with served(llm) as server, client(server) as api:
         before = sum(step.prompt_tokens for step in steps)
         answer = await api.completions.create(model="fake", prompt="y" * 100, max_tokens=4, n=5, temperature=0)
-    # six whole blocks once, and of the rest each answer its own four tokens
-    assert sum(step.prompt_tokens for step in steps) - before == 96 + 5 * 4
-    assert sum(step.prefix_hit_tokens for step in steps) == 4 * 96
+    # the prompt once, and of the others each its last token
+    assert sum(step.prompt_tokens for step in steps) - before == 100 + 4
+    assert sum(step.prefix_hit_tokens for step in steps) == 4 * 99
     assert [choice.text for choice in answer.choices] == [answer.choices[0].text] * 5
 
 
