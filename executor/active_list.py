@@ -7,6 +7,7 @@ from trtcb.executor.block_pool import BlockPool
 from trtcb.executor.prefix_cache import PrefixCache
 from trtcb.executor.sequence import Sequence
 from trtcb.executor.victims import VictimPolicy, newest
+from trtcb.executor.waiting_list import WaitingList
 
 
 class ActiveList:
@@ -21,7 +22,7 @@ class ActiveList:
     def __init__(
         self,
         running: list[Sequence],
-        waiting: list[Sequence],
+        waiting: WaitingList,
         pool: BlockPool,
         prefix_cache: PrefixCache,
         *,
@@ -43,16 +44,20 @@ class ActiveList:
         self._block_size = block_size
         self._matches: dict[Sequence, list[int]] = {}
         self._reference_changes: dict[int, int] = {}
-        self._blocks_in_work: dict[bytes, int] | None = None  # key -> which block of its prompt
+        self._blocks_in_work: dict[int, set[bytes]] | None = None  # which block of a prompt -> keys
 
     def in_order(self) -> Iterator[Sequence]:
         """Iterate the active list: priority first, then arrival. A paused request keeps its place."""
         start = 0
-        for seq in self.waiting:
+        waiting = iter(self.waiting)
+        for seq in waiting:
             stop = bisect_left(self.running, seq, start)
             yield from self.running[start:stop]
             yield seq
             start = stop
+            if start == len(self.running):
+                break
+        yield from waiting
         yield from self.running[start:]
 
     def match(self, seq: Sequence) -> list[int]:
@@ -82,7 +87,7 @@ class ActiveList:
                 self._reference_changes[block] = self._reference_changes.get(block, 0) + 1
         key = self._prefix_cache.key_of(seq, len(cached))
         if key is not None:
-            self._in_work()[key] = len(cached)
+            self._in_work().setdefault(len(cached), set()).add(key)
 
     def pause(self, seq: Sequence) -> None:
         """Simulate that ``seq`` gives up its memory. A shared block only becomes free with its last holder."""
@@ -95,8 +100,8 @@ class ActiveList:
         # What comes before a block in work is published, so meeting its key suffices: no walk along each chain. All
         # that wait may have to be asked, so this is spelled out: what waits is hashed as far as it can be reused.
         keys = seq.keys
-        for key, index in self._in_work().items():  # noqa: SIM110
-            if index < len(keys) and keys[index] == key:
+        for index, in_work in self._in_work().items():  # noqa: SIM110
+            if index < len(keys) and keys[index] in in_work:
                 return True
         return False
 
@@ -106,7 +111,7 @@ class ActiveList:
     def _is_referenced(self, block: int) -> bool:
         return self._references[block] + self._reference_changes.get(block, 0) > 0
 
-    def _in_work(self) -> dict[bytes, int]:
+    def _in_work(self) -> dict[int, set[bytes]]:
         if self._blocks_in_work is None:
             self._blocks_in_work = {}
             for seq in self.running:
@@ -114,5 +119,5 @@ class ActiveList:
                     index = seq.num_computed // self._block_size
                     key = self._prefix_cache.key_of(seq, index)
                     if key is not None and len(self.match(seq)) == index:
-                        self._blocks_in_work[key] = index
+                        self._blocks_in_work.setdefault(index, set()).add(key)
         return self._blocks_in_work

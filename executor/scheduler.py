@@ -12,6 +12,7 @@ from trtcb.executor.config import EngineConfig
 from trtcb.executor.prefix_cache import PrefixCache
 from trtcb.executor.sequence import Sequence
 from trtcb.executor.victims import VICTIM_POLICIES
+from trtcb.executor.waiting_list import WaitingList
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.prefix_caching)
         self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitingList()
         self.num_paused = 0  # of `waiting`
         self.reserved_blocks = 0  # what `running` may still take until its limits
         self._policy = config.capacity_policy()
@@ -106,7 +107,7 @@ class Scheduler:
         self._num_arrivals += 1
         seq.rank = self._queue.queued(seq)
         self.prefix_cache.hash_tokens(seq)
-        insort(self.waiting, seq)
+        self.waiting.add(seq)
 
     def schedule(self) -> Step:
         """Choose and prepare the next step: who fits in memory, who in the token budget; then slots, then blocks."""
@@ -156,7 +157,7 @@ class Scheduler:
         self.num_paused += 1
         self.prefix_cache.hash_tokens(seq)
         seq.rank = self._queue.queued(seq)
-        insort(self.waiting, seq)
+        self.waiting.add(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence that ended, for whatever reason and in whatever state."""
@@ -164,7 +165,7 @@ class Scheduler:
         if seq.started:
             self._stop(seq)
         else:
-            del self.waiting[bisect_left(self.waiting, seq)]
+            self.waiting.remove(seq)
             self.num_paused -= seq.num_pauses > 0
 
     def fail(self, seq: Sequence) -> None:
@@ -197,7 +198,7 @@ class Scheduler:
         )
 
     def _start(self, seq: Sequence, cached_blocks: list[int]) -> None:
-        del self.waiting[bisect_left(self.waiting, seq)]
+        self.waiting.remove(seq)
         seq.rank = self._queue.started(seq)
         insort(self.running, seq)
         seq.slot = self._slots.pop()
