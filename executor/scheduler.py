@@ -13,6 +13,7 @@ from trtcb.executor.prefix_cache import PrefixCache
 from trtcb.executor.sequence import Sequence
 from trtcb.executor.siblings import Copy, Siblings
 from trtcb.executor.victims import VICTIM_POLICIES
+from trtcb.executor.waiting_list import WaitingList
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Scheduler:
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.prefix_caching)
         self.siblings = Siblings(self.pool, config.block_size)
         self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitingList()
         self.num_paused = 0  # of `waiting`
         self.reserved_blocks = 0  # what `running` may still take until its limits
         self._policy = config.capacity_policy()
@@ -111,7 +112,7 @@ class Scheduler:
         seq.rank = self._queue.queued(seq)
         self.prefix_cache.hash_tokens(seq)
         self.siblings.join(seq)
-        insort(self.waiting, seq)
+        self.waiting.add(seq)
 
     def schedule(self) -> Step:
         """Choose and prepare the next step: who fits in memory, who in the token budget; then slots, then blocks."""
@@ -163,7 +164,7 @@ class Scheduler:
         self.num_paused += 1
         self.prefix_cache.hash_tokens(seq)
         seq.rank = self._queue.queued(seq)
-        insort(self.waiting, seq)
+        self.waiting.add(seq)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence that ended, for whatever reason and in whatever state."""
@@ -171,7 +172,7 @@ class Scheduler:
         if seq.started:
             self._stop(seq)
         else:
-            del self.waiting[bisect_left(self.waiting, seq)]
+            self.waiting.remove(seq)
             self.num_paused -= seq.num_pauses > 0
         self.siblings.leave(seq)
 
@@ -217,7 +218,7 @@ class Scheduler:
         seq.room = len(seq.blocks) * self._block_size - seq.num_computed  # below 0: the rest is in a block to copy
 
     def _start(self, seq: Sequence) -> None:
-        del self.waiting[bisect_left(self.waiting, seq)]
+        self.waiting.remove(seq)
         seq.rank = self._queue.started(seq)
         insort(self.running, seq)
         seq.slot = self._slots.pop()
