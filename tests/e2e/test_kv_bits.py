@@ -18,7 +18,7 @@ from trtcb.executor.cpu_runtime import CpuRuntime
 from trtcb.executor.request import Request, SamplingParams, fan_out
 from trtcb.executor.sequence import Sequence
 from trtcb.plan import Plan
-from trtcb.spec import KVDtype, WeightDtype
+from trtcb.spec import KVDtype
 
 pytestmark = pytest.mark.model
 
@@ -91,14 +91,17 @@ def watched_request(max_tokens: int = 40) -> Request:
     return Request("r", PREFIX, SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=SEED))
 
 
+FORMATS = [("fp32", kv.value) for kv in KVDtype] + [("bf16", "fp8")]
+OTHER_FORMATS = [("bf16", kv.value) for kv in KVDtype if kv is not KVDtype.FP8]
+
+
 @pytest.fixture(
     scope="module",
-    params=[(weights, kv) for weights in WeightDtype for kv in KVDtype],
-    ids=lambda dtypes: "-".join(dtype.value for dtype in dtypes),
+    params=FORMATS + [pytest.param(dtypes, marks=pytest.mark.slow) for dtypes in OTHER_FORMATS],
+    ids="-".join,
 )
 def runtime(request, smollm2_plan) -> Iterator[Watched]:
-    weight_dtype, kv_dtype = request.param
-    runtime = Watched(smollm2_plan(weight_dtype.value, kv_dtype.value))
+    runtime = Watched(smollm2_plan(*request.param))
     yield runtime
     runtime.inner.close()
 
@@ -115,7 +118,7 @@ def alone(runtime) -> tuple[dict[str, np.ndarray], np.ndarray, tuple[int, ...]]:
 
 
 @contextlib.contextmanager
-def compared(runtime: Watched, alone, seed: int = SEED) -> Iterator[list[Sequence]]:
+def compared(runtime: Watched, alone) -> Iterator[list[Sequence]]:
     """Compares the sequences that the block appends, when it ends, with the one that ran alone; logits too."""
     kv, logits, _ = alone
     runtime.logits.clear()
