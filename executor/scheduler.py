@@ -185,7 +185,7 @@ class Scheduler:
     def audit(self) -> list[str]:
         """Check every book against every other. Returns the faults found, in words."""
         faults = self.pool.audit([*(seq.blocks for seq in self.running), self.siblings.held_blocks()])
-        faults += self.siblings.audit(self.running, len(self.running) + len(self.waiting))
+        faults += self.siblings.audit(len(self.running) + len(self.waiting))
         slots = sorted([*self._slots, *(seq.slot for seq in self.running)])
         if slots != list(range(self._max_batch_size)):
             faults.append(f"slots are lost or held twice: {slots}")
@@ -231,7 +231,7 @@ class Scheduler:
     def _share(self, seq: Sequence) -> None:
         """Let others find what a collected chunk of a prompt has computed."""
         self.prefix_cache.publish(seq)
-        self.siblings.computed(seq)
+        self.siblings.computed(seq, seq.num_computed)
 
     def _grow(self, seq: Sequence) -> None:
         """Take the blocks that all present tokens need: a whole prompt at its start, later one at a time."""

@@ -26,11 +26,11 @@ class Fork(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Siblings that are unfinished, those of them that hold memory, and of these the ones with a computed prompt."""
+    """Unfinished siblings. Of those that hold memory, some compute the prompt, and others can be forked from."""
 
     key: "_Key"
     num_members: int = 0
-    running: dict[Sequence, None] = field(default_factory=dict)
+    computing: set[Sequence] = field(default_factory=set)
     sources: dict[Sequence, None] = field(default_factory=dict)  # oldest first
 
 
@@ -75,17 +75,18 @@ class Siblings:
         """Take note that ``seq`` got memory, and hold the block that it has to copy."""
         group = self._group_of.get(seq)
         if group is not None:
-            group.running[seq] = None
+            group.computing.add(seq)
         if fork is not None and fork.copied_block is not None:
             self._pool.claim([fork.copied_block])
             self._owed[seq] = fork.copied_block
 
-    def computed(self, seq: Sequence) -> None:
-        """Take note that a step of ``seq`` was collected: its copy is made, and perhaps its prompt is computed."""
+    def computed(self, seq: Sequence, num_computed: int) -> None:
+        """Take note that a step was collected: ``seq`` has so many tokens computed, and its copy, if any, is made."""
         group = self._group_of.get(seq)
         if group is not None:
             self._settle(seq)
-            if seq.num_computed >= seq.num_prompt_tokens - 1:
+            if seq in group.computing and num_computed >= seq.num_prompt_tokens - 1:
+                group.computing.remove(seq)
                 group.sources[seq] = None
 
     def stopped(self, seq: Sequence) -> None:
@@ -93,7 +94,7 @@ class Siblings:
         group = self._group_of.get(seq)
         if group is not None:
             self._settle(seq)
-            group.running.pop(seq, None)
+            group.computing.discard(seq)
             group.sources.pop(seq, None)
 
     def distrust(self, seq: Sequence) -> None:
@@ -108,9 +109,9 @@ class Siblings:
         return () if group is None or seq.started or seq.num_pauses else group.sources
 
     def in_work(self, seq: Sequence) -> bool:
-        """Whether a sibling that holds memory is still computing the prompt."""
+        """Whether a sibling is computing the prompt."""
         group = self._group_of.get(seq)
-        return group is not None and any(not other.generating for other in group.running)
+        return group is not None and bool(group.computing)
 
     def group_of(self, seq: Sequence) -> object | None:
         """What ``seq`` and its siblings have in common; None for a request with a single answer."""
@@ -134,8 +135,8 @@ class Siblings:
         """Blocks that are held to be copied, for the pool's audit."""
         return list(self._owed.values())
 
-    def audit(self, running: list[Sequence], num_unfinished: int) -> list[str]:
-        """Compare the books with the sequences there are. Returns the faults found, in words."""
+    def audit(self, num_unfinished: int) -> list[str]:
+        """Check the books against each other and the sequences they name. Returns the faults found, in words."""
         faults = [f"{seq.request_id} owes a copy, but holds no memory" for seq in self._owed if not seq.started]
         num_members = sum(group.num_members for group in self._groups.values())
         if not num_members == len(self._group_of) <= num_unfinished:
@@ -146,8 +147,11 @@ class Siblings:
                 for seq in group.sources
                 if not seq.started or seq.num_computed < seq.num_prompt_tokens - 1
             ]
-            if set(group.running) != {seq for seq in running if self._group_of.get(seq) is group}:
-                faults.append("a group of siblings does not know who of it is running")
+            faults += [
+                f"{seq.request_id} is waited for by its siblings, but holds no memory"
+                for seq in group.computing
+                if not seq.started
+            ]
         return faults
 
     def _settle(self, seq: Sequence) -> None:

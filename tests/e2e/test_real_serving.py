@@ -12,6 +12,12 @@ from trtcb.executor.llm import AsyncLLM
 
 pytestmark = pytest.mark.model
 
+STORY = (
+    "The ferry was late again, and the five people on the pier had stopped pretending not to look at each other. An "
+    "old man in a green coat fed the gulls from a paper bag. Two sisters argued about a map that neither of them could "
+    "read. A boy counted the boats, lost count, and began once more, while his mother wrote a letter on her knee. Far "
+    "out, where the water turned from grey to silver, something large rose slowly, looked around, and went down. Then"
+)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -106,7 +112,7 @@ async def check_n_answers_are_those_of_their_seeds(api, model, llm):
     """Forked answers are those that the seeds give alone, and the prompt is computed once for all of them."""
     steps = []
     llm.observe_steps(steps.append)
-    asked = {"model": model, "prompt": "A long story about a river. " * 14, "max_tokens": 12, "temperature": 0.8}
+    asked = {"model": model, "prompt": STORY, "max_tokens": 12, "temperature": 1.2}
 
     def options(salt: str) -> dict:
         return {"min_tokens": 12, "cache_salt": salt}  # nothing is found that another call has computed

@@ -30,9 +30,9 @@ class Reference:
         self.holders = Counter(block for seq in self.active for block in seq.blocks)
         self.holders.update(self.scheduler.siblings.held_blocks())
         self.free = self.scheduler.pool.num_blocks - len(self.holders)
-        contexts = [seq for seq in self.active if seq.started and not seq.generating]
-        self.in_work = {self.next_block(seq) for seq in contexts} - {None}
-        self.prompts_in_work = {self.prompt(seq) for seq in contexts} - {None}
+        self.in_work = {self.next_block(seq) for seq in self.active if seq.started and not seq.generating} - {None}
+        # What is in work, and offered, the world checks.
+        self.prompts_in_work = {self.prompt(seq) for seq in self.active if self.scheduler.siblings.in_work(seq)}
         getattr(self, self.policy)()
 
     def next_block(self, seq: Sequence) -> tuple | None:
@@ -58,7 +58,7 @@ class Reference:
         return (request.fork_group, request.cache_salt, *request.prompt_token_ids)
 
     def source(self, seq: Sequence) -> Sequence | None:
-        """The sibling that ``seq`` would fork from, if it never ran. That what is offered may be, the world checks."""
+        """The sibling that ``seq`` would fork from, if it never ran."""
         offered = self.scheduler.siblings.sources(seq)
         return next((other for other in offered if other not in self.paused), None)
 

@@ -151,6 +151,10 @@ class World:
         for seq in self.scheduler.running:
             assert seq.room == len(seq.blocks) * self.config.block_size - seq.num_computed
             assert seq.room >= 0
+        for seq in self.scheduler.waiting:
+            if self.scheduler.siblings.in_work(seq):
+                siblings = [s for s in self.scheduler.running if s.request.fork_group == seq.request.fork_group]
+                assert any(not s.generating for s in siblings)
         for seq in self._offered():
             assert seq.started
             assert seq.num_computed >= seq.num_prompt_tokens - 1

@@ -407,11 +407,24 @@ def test_answers_to_one_prompt_differ_in_id_and_seed():
     assert [each.params.n for each in fan_out(request("r", n=2), 2)] == [1, 1]
 
 
-def test_several_answers_to_a_prompt_are_the_outputs_of_its_completion():
+def test_several_answers_to_a_prompt_are_the_outputs_of_its_completion(monkeypatch):
+    all_sent = threading.Event()
+
+    class Held(SimRuntime):
+        def wait(self):
+            assert all_sent.wait(WAIT_S)
+            return super().wait()
+
+    def submit_and_tell(self, waiting, running):
+        submit(self, waiting, running)
+        all_sent.set()
+
+    submit = LLM._submit
+    monkeypatch.setattr(LLM, "_submit", submit_and_tell)
     prompts, asked = [[5, 6, 7], [8, 9], [10, 11]], SamplingParams(max_tokens=6, seed=40, ignore_eos=True)
     each = [dataclasses.replace(asked, n=n) for n in (3, 1, 2)]
     steps = []
-    runtime = SimRuntime(num_blocks=64, block_size=4, vocab_size=VOCAB)
+    runtime = Held(num_blocks=64, block_size=4, vocab_size=VOCAB)
     with LLM(runtime=runtime, model=MODEL, on_step=steps.append, **SETTINGS) as llm:
         completions = llm.generate(prompts, each)
         with pytest.raises(RequestError, match="Prompt 1: n must be a whole number of at least 1, not 0"):
