@@ -76,8 +76,9 @@ def simulate(arrivals: list[Arrival], num_blocks: int, **settings) -> Run:
 
 def finish(scheduler: Scheduler, step: Step, now: float, run: Run, last: dict, lengths: dict) -> None:
     """Account for a step that has run."""
-    drawing = step.drawing()
-    scheduler.apply(step, [1] * len(drawing))
+    drawing = step.drawing
+    scheduler.advance(step)
+    scheduler.collect([1] * len(drawing))
     run.num_tokens += len(drawing)
     for seq in drawing:
         if seq in last:

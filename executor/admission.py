@@ -52,13 +52,14 @@ class Admission:
             seq.text = TextOutput(
                 self.tokenizer, request.prompt_token_ids, params.stop, num_exempt_tokens=params.min_tokens
             )
-        seq.sampling = SamplingState.of(params, end_token_ids=self._end_token_ids(params))
+        seq.end_token_ids = self._end_token_ids(params)
+        seq.sampling = SamplingState.of(params, end_token_ids=sorted(seq.end_token_ids))
         return seq
 
-    def _end_token_ids(self, params: SamplingParams) -> list[int]:
-        """Ids that end this request, in order, and as far as the model can draw them."""
-        ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        return sorted(token for token in ends if 0 <= token < self.vocab_size)
+    def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Ids that end this request, as far as the model can draw them."""
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        return frozenset([token for token in ends if 0 <= token < self.vocab_size])
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:

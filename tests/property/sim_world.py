@@ -26,7 +26,7 @@ class FaultyRuntime(SimRuntime):
     victim: int | None = None  # batch row that the last fault hit
 
     def wait(self) -> StepOutput:
-        batch: Batch | None = self._batch
+        batch: Batch | None = self._batches[0]
         output = super().wait()
         tokens = output.tokens
         fault, self.fault = self.fault, None
