@@ -65,6 +65,8 @@ class World:
     num_hit_tokens: int = 0
     num_steps: int = 0
     num_stopped_by_text: int = 0
+    num_counted: int = 0  # tokens, by the records of the passes
+    num_dropped: int = 0  # rows whose request had ended before they were collected
 
     def __post_init__(self) -> None:
         self.runtime = FaultyRuntime(
@@ -107,6 +109,7 @@ class World:
 
         outcome = self.core.step()
         self.num_steps += 1
+        self.num_dropped += sum(seq.ended for flight in self.core._in_flight for seq in flight.step.drawing)
         for delta in outcome.deltas:
             self.deltas[delta.request_id].append(delta)
         if outcome.stats is not None:
@@ -114,6 +117,8 @@ class World:
             self.num_hit_tokens += outcome.stats.prefix_hit_tokens
             assert outcome.stats.audit_failures == 0
             assert outcome.stats.num_rows <= self.config.max_batch_size
+            assert len(outcome.stats.ttft_s) + len(outcome.stats.itl_s) == outcome.stats.generated_tokens
+            self.num_counted += outcome.stats.generated_tokens
             spent = outcome.stats.prompt_tokens + outcome.stats.recomputed_tokens
             assert spent <= min(self.config.max_num_tokens, self.config.max_prefill_tokens or spent)
         self.check()
@@ -138,7 +143,10 @@ class World:
         for seq in self.scheduler.running:
             assert seq.room == len(seq.blocks) * self.config.block_size - seq.num_computed
             assert seq.room >= 0
+        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
+            assert len(seq.token_ids) <= seq.num_tokens <= len(seq.token_ids) + self.config.overlap_depth
         for seq in self.scheduler.waiting:
+            assert seq.num_tokens == len(seq.token_ids)
             assert (seq.slot, seq.blocks, seq.num_computed) == (-1, [], 0)
         if self.config.scheduler_policy != "max_utilization":
             generating = [seq for seq in self.scheduler.running if seq.generating]
@@ -164,7 +172,9 @@ class World:
         assert self.scheduler.reserved_blocks == 0
         if self.config.queue_policy == "wfq":
             assert self.scheduler._queue._tags == {}
+        assert self.scheduler.settling == {}
         assert self.core.recorder.num_audit_failures == 0
+        assert self.num_counted == sum(len(delta.token_ids) for deltas in self.deltas.values() for delta in deltas)
         for request_id, request in self.requests.items():
             check_answer(request, self.deltas[request_id], self.config)
             last = self.deltas[request_id][-1]
@@ -230,6 +240,7 @@ def random_config(rng: random.Random, policy: str, max_len: int) -> EngineConfig
         max_seq_len=max_len,
         chunked_prefill=chunked,
         prefix_caching=rng.random() < 0.6,
+        overlap_depth=rng.choice([0, 1]),
         **options,
     )
 

@@ -54,6 +54,7 @@ def test_tokens_equal_the_solo_run(policy):
     # A run of the law that never meets what it is about would prove nothing.
     assert sum(world.num_stopped_by_text for world in worlds) > 200
     assert sum(world.num_hit_tokens for world in worlds) > 1000
+    assert sum(world.num_dropped for world in worlds) > 100
     if policy == "max_utilization":
         assert sum(world.num_pauses for world in worlds) > 200
 
