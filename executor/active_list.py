@@ -8,6 +8,7 @@ from trtcb.executor.block_pool import BlockPool
 from trtcb.executor.prefix_cache import PrefixCache
 from trtcb.executor.sequence import Sequence
 from trtcb.executor.victims import VictimPolicy, newest
+from trtcb.executor.waiting_list import WaitingList
 
 
 class ActiveList:
@@ -22,7 +23,7 @@ class ActiveList:
     def __init__(
         self,
         running: list[Sequence],
-        waiting: list[Sequence],
+        waiting: WaitingList,
         pool: BlockPool,
         prefix_cache: PrefixCache,
         *,
@@ -46,16 +47,20 @@ class ActiveList:
         self._matches: dict[Sequence, list[int]] = {}
         self._reference_changes: dict[int, int] = {}
         self._in_flight = in_flight  # started ones whose prompt's last chunk is
-        self._blocks_in_work: dict[bytes, int] | None = None  # key -> which block of its prompt
+        self._blocks_in_work: dict[int, set[bytes]] | None = None  # which block of a prompt -> keys
 
     def in_order(self) -> Iterator[Sequence]:
         """Iterate the active list: priority first, then arrival. A paused request keeps its place."""
         start = 0
-        for seq in self.waiting:
+        waiting = iter(self.waiting)
+        for seq in waiting:
             stop = bisect_left(self.running, seq, start)
             yield from self.running[start:stop]
             yield seq
             start = stop
+            if start == len(self.running):
+                break
+        yield from waiting
         yield from self.running[start:]
 
     def match(self, seq: Sequence) -> list[int]:
@@ -85,7 +90,7 @@ class ActiveList:
                 self._reference_changes[block] = self._reference_changes.get(block, 0) + 1
         key = self._prefix_cache.key_of(seq, len(cached))
         if key is not None:
-            self._in_work()[key] = len(cached)
+            self._in_work().setdefault(len(cached), set()).add(key)
 
     def pause(self, seq: Sequence) -> None:
         """Simulate that ``seq`` gives up its memory. A shared block only becomes free with its last holder."""
@@ -98,8 +103,8 @@ class ActiveList:
         # What comes before a block in work is published, so meeting its key suffices: no walk along each chain. All
         # that wait may have to be asked, so this is spelled out: what waits is hashed as far as it can be reused.
         keys = seq.keys
-        for key, index in self._in_work().items():  # noqa: SIM110
-            if index < len(keys) and keys[index] == key:
+        for index, in_work in self._in_work().items():  # noqa: SIM110
+            if index < len(keys) and keys[index] in in_work:
                 return True
         return False
 
@@ -109,11 +114,11 @@ class ActiveList:
     def _is_referenced(self, block: int) -> bool:
         return self._references[block] + self._reference_changes.get(block, 0) > 0
 
-    def _in_work(self) -> dict[bytes, int]:
+    def _in_work(self) -> dict[int, set[bytes]]:
         if self._blocks_in_work is None:
             self._blocks_in_work = {}
             for seq in chain([seq for seq in self.running if not seq.generating], self._in_flight):
                 index = seq.num_published  # what is computed but in flight is not published yet
                 if len(self.match(seq)) == index and (key := self._prefix_cache.key_of(seq, index)) is not None:
-                    self._blocks_in_work[key] = index
+                    self._blocks_in_work.setdefault(index, set()).add(key)
         return self._blocks_in_work

@@ -14,6 +14,7 @@ from trtcb.executor.config import EngineConfig
 from trtcb.executor.prefix_cache import PrefixCache
 from trtcb.executor.sequence import Sequence
 from trtcb.executor.victims import VICTIM_POLICIES
+from trtcb.executor.waiting_list import WaitingList
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(self.pool, config.block_size, enabled=config.prefix_caching)
         self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitingList()
         self.settling: dict[Sequence, None] = {}  # in order
         self.num_paused = 0  # of `waiting`
         self.reserved_blocks = 0  # what `running` may still take until its limits
@@ -125,7 +126,7 @@ class Scheduler:
         self._num_arrivals += 1
         seq.rank = self._queue.queued(seq)
         self.prefix_cache.hash_tokens(seq)
-        insort(self.waiting, seq)
+        self.waiting.add(seq)
 
     def schedule(self) -> Step:
         """Choose and prepare the next step: who fits in memory, who in the token budget; then slots, then blocks."""
@@ -225,7 +226,7 @@ class Scheduler:
         elif seq.started:
             self._leave_running(seq)
         else:
-            del self.waiting[bisect_left(self.waiting, seq)]
+            self.waiting.remove(seq)
             self.num_paused -= seq.num_pauses > 0
         if seq.started:
             self._release(seq)
@@ -270,7 +271,7 @@ class Scheduler:
         return any(seq in flight.step.rows() for flight in self._in_flight)
 
     def _start(self, seq: Sequence, cached_blocks: list[int]) -> None:
-        del self.waiting[bisect_left(self.waiting, seq)]
+        self.waiting.remove(seq)
         seq.rank = self._queue.started(seq)
         seq.slot = self._slots.pop()
         self.pool.claim(cached_blocks)
@@ -311,7 +312,7 @@ class Scheduler:
         self.num_paused += 1
         self.prefix_cache.hash_tokens(seq)
         seq.rank = self._queue.queued(seq)
-        insort(self.waiting, seq)
+        self.waiting.add(seq)
 
     def _blocks_to_limit(self, seq: Sequence) -> int:
         return -(-seq.max_len // self._block_size)

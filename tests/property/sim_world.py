@@ -138,7 +138,7 @@ class World:
         assert self.scheduler.pool.is_consistent()
         assert self.scheduler.audit() == []
         assert self.scheduler.running == sorted(self.scheduler.running)
-        assert self.scheduler.waiting == sorted(self.scheduler.waiting)
+        assert list(self.scheduler.waiting) == sorted(self.scheduler.waiting)
         assert self.scheduler.num_paused == sum(seq.num_pauses > 0 for seq in self.scheduler.waiting)
         for seq in self.scheduler.running:
             assert seq.room == len(seq.blocks) * self.config.block_size - seq.num_computed

@@ -4,6 +4,18 @@ from trtcb.executor.config import EngineConfig
 from trtcb.executor.request import Request, SamplingParams
 from trtcb.executor.scheduler import Scheduler, Step
 from trtcb.executor.sequence import Sequence
+from trtcb.executor.waiting_list import WaitingList
+
+
+class WatchedList(WaitingList):
+    """Counts what is looked at."""
+
+    looked_at = 0
+
+    def __iter__(self):
+        for seq in super().__iter__():
+            self.looked_at += 1
+            yield seq
 
 
 class Bench:
@@ -47,3 +59,10 @@ class Bench:
 
     def waiting(self) -> list[str]:
         return [seq.request_id for seq in self.scheduler.waiting]
+
+    def watch(self) -> WatchedList:
+        watched = WatchedList()
+        for seq in self.scheduler.waiting:
+            watched.add(seq)
+        self.scheduler.waiting = watched
+        return watched

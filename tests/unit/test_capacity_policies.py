@@ -309,30 +309,20 @@ def test_the_audit_finds_lost_slots_and_reservations():
 def test_a_pass_costs_nothing_per_waiting_request():
     """Counts what a pass looks at, as times would be noise."""
 
-    class Watched(list):
-        looked_at = 0
-
-        def __iter__(self):
-            for item in super().__iter__():
-                Watched.looked_at += 1
-                yield item
-
     for policy in ("guaranteed_no_evict", "max_utilization", "static_batch"):
         bench = Bench(policy, 1000, max_batch_size=4, prefix_caching=True)
         for number in range(500):
             bench.add(f"r{number}", 10, 30)
         bench.step()
-        bench.scheduler.waiting = Watched(bench.scheduler.waiting)
-        Watched.looked_at = 0
+        watched = bench.watch()
         bench.step()
-        assert Watched.looked_at <= 1, policy
+        assert watched.looked_at <= 1, policy
 
         # Nor if all that wait would wait for one prefix anyway.
         bench = Bench(policy, 1000, max_batch_size=1, max_num_tokens=20, prefix_caching=True)
         for number in range(500):
             bench.add(f"r{number}", 50, 30, prompt=tuple(range(50)))
         bench.step()
-        bench.scheduler.waiting = Watched(bench.scheduler.waiting)
-        Watched.looked_at = 0
+        watched = bench.watch()
         bench.step()
-        assert Watched.looked_at <= 1, policy
+        assert watched.looked_at <= 1, policy

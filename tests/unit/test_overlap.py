@@ -153,9 +153,9 @@ class TestPause:
         seq = driver.core.scheduler.running[0]
         driver.core.scheduler.pause(seq)
         assert (seq.started, list(seq.token_ids), seq.num_tokens) == (False, [5, 6, 0], 4)
-        assert (driver.core.scheduler.waiting, list(driver.core.scheduler.settling)) == ([], [seq])
+        assert (list(driver.core.scheduler.waiting), list(driver.core.scheduler.settling)) == ([], [seq])
         assert [d.token_ids for d in driver.step().deltas] == [(1,)]
-        assert driver.core.scheduler.waiting == [seq]
+        assert list(driver.core.scheduler.waiting) == [seq]
         assert driver.run().answer("r") == ([0, 1, 2, 25], "abc", FinishReason.STOP)
         assert sum(stats.recomputed_tokens for stats in driver.stats) == 3
 
@@ -267,7 +267,7 @@ class TestFailure:
         seq = driver.core.scheduler.running[0]
         driver.core.scheduler.pause(seq)
         driver.core.scheduler.rollback()
-        assert (seq.max_computed, seq.num_computed, driver.core.scheduler.waiting[0]) == (8, 0, seq)
+        assert (seq.max_computed, seq.num_computed, driver.core.scheduler.waiting.first) == (8, 0, seq)
 
     def test_a_step_that_cannot_be_launched_fails_after_the_one_in_flight(self):
         driver = drive({5: [0, 1, 25]})
