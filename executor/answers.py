@@ -38,7 +38,11 @@ class AnswerReader:
     def read(self, drawn: Drawn) -> Iterator[tuple[Sequence, Delta]]:
         """One delta a token."""
         for seq, token_id, row in zip(drawn.sequences, drawn.token_ids, drawn.rows, strict=True):
-            reason = _end_reason(seq, token_id)
+            reason = None
+            if token_id in seq.end_token_ids:
+                reason = FinishReason.STOP
+            elif len(seq.token_ids) >= seq.max_len:
+                reason = FinishReason.LENGTH
             text = ""
             if seq.text is not None:
                 try:
@@ -58,20 +62,15 @@ class EndReader:
     def read(self, drawn: Drawn) -> Iterator[tuple[Sequence, Delta]]:
         """One delta for each request that ends."""
         for seq, token_id in zip(drawn.sequences, drawn.token_ids, strict=True):
-            reason = _end_reason(seq, token_id)
-            if reason is not None:
-                yield seq, terminal_delta(seq, reason)
+            if token_id in seq.end_token_ids:
+                yield seq, terminal_delta(seq, FinishReason.STOP)
+            elif len(seq.token_ids) >= seq.max_len:
+                yield seq, terminal_delta(seq, FinishReason.LENGTH)
 
 
 def terminal_delta(seq: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
     """Make the last delta of a sequence that ends without a token."""
     return _delta(seq, (), "", reason, None, error)
-
-
-def _end_reason(seq: Sequence, token_id: int) -> FinishReason | None:
-    if token_id in seq.end_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(seq.token_ids) >= seq.max_len else None
 
 
 def _text(output: TextOutput, token_id: int, reason: FinishReason | None) -> tuple[str, FinishReason | None]:

@@ -187,11 +187,11 @@ class EngineCore:
         """Take a finished step's tokens in and finish whoever is done."""
         drawing, token_ids = flight.step.drawing, output.tokens.tolist()
         self._builder.learn(output.tokens)
-        self.scheduler.collect(token_ids)
+        lost = self.scheduler.collect(token_ids)
         self.recorder.collected(flight.counts)
         drawn = Drawn(drawing, token_ids, range(len(drawing)), output.logprobs)
-        if min(token_ids, default=0) < 0 or [seq for seq in drawing if seq.ended]:
-            drawn = self._without_the_lost(drawn)
+        if lost:
+            drawn = self._without(lost, drawn)
         self.recorder.drew(drawn.sequences, self._clock())
         for seq, delta in self._reader.read(drawn):
             if delta.finish_reason is None:
@@ -199,17 +199,14 @@ class EngineCore:
             else:
                 self._end(seq, delta.finish_reason, delta)
 
-    def _without_the_lost(self, drawn: Drawn) -> Drawn:
-        """Leave out rows that nobody waits for any more, and those without a token, whose requests fail."""
-        rows = []
-        for row, (seq, token_id) in enumerate(zip(drawn.sequences, drawn.token_ids, strict=True)):
-            if seq.ended:
-                continue
-            if token_id >= 0:
-                rows.append(row)
-            else:
-                self._finish(seq, FinishReason.ERROR, "The model produced no valid probabilities for this request.")
+    def _without(self, lost: list[int], drawn: Drawn) -> Drawn:
+        """Leave rows out: nobody waits for them any more, or they have no token, and their requests fail."""
         sequences, token_ids = drawn.sequences, drawn.token_ids
+        for row in lost:
+            if not sequences[row].ended:
+                error = "The model produced no valid probabilities for this request."
+                self._finish(sequences[row], FinishReason.ERROR, error)
+        rows = sorted(set(drawn.rows).difference(lost))
         return Drawn([sequences[row] for row in rows], [token_ids[row] for row in rows], rows, drawn.logprobs)
 
     def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:

@@ -150,32 +150,33 @@ class Scheduler:
         filled: list[tuple[Sequence, int]] = []
         for seq in step.decodes:
             seq.num_computed += 1
-            seq.num_tokens += 1
             seq.room -= 1
             if not seq.room:
                 filled.append((seq, seq.num_computed))
         for seq, size in step.chunks:
             seq.num_computed += size
             seq.room -= size
+            seq.generating = seq.num_computed == len(seq.token_ids)
             filled.append((seq, seq.num_computed))
-            if seq.num_computed == seq.num_tokens:
-                seq.generating = True
-                seq.num_tokens += 1
         self._in_flight.append(_Flight(step, filled))
-        for seq in step.drawing:
-            if seq.num_tokens >= seq.max_len:
+        for seq, num_computed in filled:
+            if num_computed == seq.max_len - 1:
                 self._leave_running(seq)
                 self.settling[seq] = None
 
-    def collect(self, tokens: list[int]) -> None:
+    def collect(self, tokens: list[int]) -> list[int]:
         """Take in what the oldest step in flight drew: ``tokens`` are those of its ``drawing``.
 
-        What belongs to a sequence that ended meanwhile is dropped. A negative token means that the row had no valid
-        logits: nothing of it is kept or published, and the caller must :meth:`fail` that sequence.
+        Returns the rows (of ``drawing``) whose token is not kept: that of a sequence which ended meanwhile, and a
+        negative one, which means that the row had no valid logits. Nothing of that row is published, and the caller
+        must :meth:`fail` its sequence.
         """
         flight = self._in_flight.popleft()
-        for seq, token in zip(flight.step.drawing, tokens, strict=True):
-            if token >= 0 and not seq.ended:
+        lost = []
+        for row, (seq, token) in enumerate(zip(flight.step.drawing, tokens, strict=True)):
+            if token < 0 or seq.ended:
+                lost.append(row)
+            else:
                 seq.token_ids.append(token)
         for seq, num_computed in flight.filled:
             if seq.started and len(seq.token_ids) > num_computed:  # what it drew, if it did, was valid
@@ -183,13 +184,12 @@ class Scheduler:
         for seq in [seq for seq in self.settling if not seq.started and not self._is_in_flight(seq)]:
             del self.settling[seq]
             self._requeue(seq)
+        return lost
 
     def rollback(self) -> None:
         """Undo all steps in flight: nothing of them was computed, and their rows come again. Memory stays as it is."""
         while self._in_flight:
             step = self._in_flight.pop().step
-            for seq in step.drawing:
-                seq.num_tokens -= 1
             for seq, size in step.chunks:
                 seq.generating = False
                 seq.num_computed -= size
@@ -288,7 +288,7 @@ class Scheduler:
         """Take the blocks that all present tokens need: a whole prompt at its start, later one at a time."""
         count = -(-seq.num_tokens // self._block_size) - len(seq.blocks)
         seq.blocks += self.pool.take(count)
-        seq.room += count * self._block_size
+        seq.room = min(len(seq.blocks) * self._block_size, seq.max_len - 1) - seq.num_computed
         self.reserved_blocks -= count
 
     def _join_running(self, seq: Sequence) -> None:

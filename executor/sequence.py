@@ -18,7 +18,7 @@ class Sequence:
     There are no phases: a sequence has ``num_computed < num_tokens`` and each step computes some of the difference,
     whether it is a first prompt, the rest of one, what a prefix hit left over, or a restart after a pause.
 
-    ``num_computed`` and ``num_tokens`` count what steps in flight compute and draw; ``token_ids`` are those known.
+    ``num_computed`` and ``num_tokens`` count what steps in flight compute and draw, ``token_ids`` are those known.
     """
 
     __slots__ = (
@@ -38,7 +38,6 @@ class Sequence:
         "num_pauses",
         "num_prompt_tokens",
         "num_published",
-        "num_tokens",
         "number",
         "rank",
         "request",
@@ -55,7 +54,7 @@ class Sequence:
         self.seed = seed
         self.arrival_s = arrival_s
         self.token_ids = array("i", request.prompt_token_ids)  # prompt and output; what was streamed stays
-        self.num_prompt_tokens = self.num_tokens = len(request.prompt_token_ids)
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_len = self.num_prompt_tokens + max_tokens
         self.number = 0  # of its arrival; the scheduler counts them
         self.rank: Rank = (-request.priority, 0.0, 0)  # place in the active list, given by the queue policy
@@ -63,7 +62,7 @@ class Sequence:
 
         self.slot = -1  # row of the slot table; -1 while nothing is held
         self.blocks: list[int] = []
-        self.room = 0  # tokens that still fit into `blocks`
+        self.room = 0  # tokens that it can still compute before it needs another block or is at its limit
         self.num_computed = 0
         self.generating = False
 
@@ -87,6 +86,11 @@ class Sequence:
     def request_id(self) -> str:
         """The request's own name."""
         return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far. Of a generating sequence, all but the last one are computed."""
+        return self.num_computed + 1 if self.generating else len(self.token_ids)
 
     @property
     def num_generated(self) -> int:

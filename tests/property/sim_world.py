@@ -141,7 +141,8 @@ class World:
         assert list(self.scheduler.waiting) == sorted(self.scheduler.waiting)
         assert self.scheduler.num_paused == sum(seq.num_pauses > 0 for seq in self.scheduler.waiting)
         for seq in self.scheduler.running:
-            assert seq.room == len(seq.blocks) * self.config.block_size - seq.num_computed
+            capacity = min(len(seq.blocks) * self.config.block_size, seq.max_len - 1)
+            assert seq.room == capacity - seq.num_computed
             assert seq.room >= 0
         for seq in [*self.scheduler.running, *self.scheduler.waiting]:
             assert len(seq.token_ids) <= seq.num_tokens <= len(seq.token_ids) + self.config.overlap_depth

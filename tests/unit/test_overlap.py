@@ -152,7 +152,7 @@ class TestPause:
         driver.step()
         seq = driver.core.scheduler.running[0]
         driver.core.scheduler.pause(seq)
-        assert (seq.started, list(seq.token_ids), seq.num_tokens) == (False, [5, 6, 0], 4)
+        assert (seq.started, list(seq.token_ids), seq.num_tokens) == (False, [5, 6, 0], 3)
         assert (list(driver.core.scheduler.waiting), list(driver.core.scheduler.settling)) == ([], [seq])
         assert [d.token_ids for d in driver.step().deltas] == [(1,)]
         assert list(driver.core.scheduler.waiting) == [seq]
