@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +39,13 @@ class BatchBuilder:
         self._unknown: deque[npt.NDArray[np.intp]] = deque()  # of each step in flight, the slots that draw
         self._decodes: list[Sequence] = []
         self._decode_slots = np.zeros(0, np.intp)
+        self._sampled_slots: npt.NDArray[np.intp] | None = None
+        self._sampled: SamplingRows
 
     def build(self, step: Step) -> Batch:
         """Pack one step, before :meth:`Scheduler.advance`. Decoding rows come first, in the step's order.
 
-        The arrays are new, and the caller's.
+        The arrays are the caller's; those that stay the same from step to step may be shared by several batches.
         """
         for seq in step.started:
             self._fill_slot(seq)
@@ -61,9 +64,10 @@ class BatchBuilder:
         input_ids = self._input_ids(step, cu_q)
         blocks = self._block_table[row_slots, positions // self._block_size]
 
-        logit_rows = self._logit_rows(step)
-        logit_index = cu_q[1:][logit_rows] - np.int32(1)
-        drawing = slots[logit_rows]
+        logit_index, drawing = cu_q[:-1], slots
+        if step.chunks:
+            logit_rows = self._logit_rows(step)
+            logit_index, drawing = cu_q[1:][logit_rows] - np.int32(1), slots[logit_rows]
         batch = Batch(
             input_ids=input_ids,
             positions=positions,
@@ -106,8 +110,7 @@ class BatchBuilder:
     def _logit_rows(self, step: Step) -> npt.NDArray[np.bool_]:
         """Mask of the rows whose next token is wanted."""
         mask = np.ones(step.num_rows, np.bool_)
-        if step.chunks:
-            mask[len(step.decodes) :] = [seq.num_computed + size == seq.num_tokens for seq, size in step.chunks]
+        mask[len(step.decodes) :] = [seq.num_computed + size == seq.num_tokens for seq, size in step.chunks]
         return mask
 
     def _input_ids(self, step: Step, cu_q: Int32) -> Int32:
@@ -119,17 +122,20 @@ class BatchBuilder:
         return input_ids
 
     def _sampling(self, step: Step, slots: npt.NDArray[np.intp], position: Int32) -> SamplingRows:
-        num_logprobs = self._num_logprobs[slots]
-        return SamplingRows(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            min_p=self._min_p[slots],
-            seed=self._seed[slots],
-            position=position,
-            edits=logit_edits(step.drawing) if self._has_edits[slots].any() else None,
-            num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
-        )
+        if slots is not self._sampled_slots:  # the same array for the same sequences, see `_rows`
+            num_logprobs = self._num_logprobs[slots]
+            self._sampled_slots = slots
+            self._sampled = SamplingRows(
+                temperature=self._temperature[slots],
+                top_k=self._top_k[slots],
+                top_p=self._top_p[slots],
+                min_p=self._min_p[slots],
+                seed=self._seed[slots],
+                position=position,
+                num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
+            )
+        edits = logit_edits(step.drawing) if self._has_edits[slots].any() else None
+        return replace(self._sampled, position=position, edits=edits)
 
     def _fill_slot(self, seq: Sequence) -> None:
         slot, params = seq.slot, seq.request.params
