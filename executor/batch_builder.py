@@ -151,6 +151,10 @@ class BatchBuilder:
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
 
     def _append_blocks(self, seq: Sequence) -> None:
-        first = int(self._num_blocks[seq.slot])
-        self._block_table[seq.slot, first : len(seq.blocks)] = seq.blocks[first:]
-        self._num_blocks[seq.slot] = len(seq.blocks)
+        slot, num_blocks = seq.slot, len(seq.blocks)
+        first = int(self._num_blocks[slot])
+        if num_blocks == first + 1:  # a slice costs ten times as much
+            self._block_table[slot, first] = seq.blocks[first]
+        else:
+            self._block_table[slot, first:num_blocks] = seq.blocks[first:]
+        self._num_blocks[slot] = num_blocks
