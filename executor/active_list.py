@@ -1,7 +1,8 @@
 """What a capacity policy sees: every request in order, and what each would cost in blocks."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from trtcb.executor.block_pool import BlockPool
 from trtcb.executor.prefix_cache import PrefixCache
@@ -33,6 +34,7 @@ class ActiveList:
         reserved_blocks: int,
         watermark_blocks: int = 0,
         pick_victim: VictimPolicy = newest,
+        in_flight: Iterable[Sequence] = (),
     ) -> None:
         self.running = running
         self.waiting = waiting
@@ -47,6 +49,7 @@ class ActiveList:
         self._block_size = block_size
         self._matches: dict[Sequence, list[int]] = {}
         self._reference_changes: dict[int, int] = {}
+        self._in_flight = in_flight  # started ones whose prompt's last chunk is
         self._blocks_in_work: dict[int, set[bytes]] | None = None  # which block of a prompt -> keys
 
     def in_order(self) -> Iterator[Sequence]:
@@ -135,10 +138,8 @@ class ActiveList:
     def _in_work(self) -> dict[int, set[bytes]]:
         if self._blocks_in_work is None:
             self._blocks_in_work = {}
-            for seq in self.running:
-                if not seq.generating:
-                    index = seq.num_computed // self._block_size
-                    key = self._prefix_cache.key_of(seq, index)
-                    if key is not None and len(self.match(seq)) == index:
-                        self._blocks_in_work.setdefault(index, set()).add(key)
+            for seq in chain([seq for seq in self.running if not seq.generating], self._in_flight):
+                index = seq.num_published  # what is computed but in flight is not published yet
+                if len(self.match(seq)) == index and (key := self._prefix_cache.key_of(seq, index)) is not None:
+                    self._blocks_in_work.setdefault(index, set()).add(key)
         return self._blocks_in_work

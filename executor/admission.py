@@ -52,13 +52,11 @@ class Admission:
             seq.text = TextOutput(
                 self.tokenizer, request.prompt_token_ids, params.stop, num_exempt_tokens=params.min_tokens
             )
-        seq.sampling = SamplingState.of(params, end_token_ids=self._end_token_ids(params))
+        ends = frozenset() if params.ignore_eos else self.eos_token_ids
+        seq.end_token_ids = ends.union(params.stop_token_ids) if params.stop_token_ids else ends
+        masked = [token for token in seq.end_token_ids if 0 <= token < self.vocab_size] if params.min_tokens else []
+        seq.sampling = SamplingState.of(params, end_token_ids=sorted(masked))
         return seq
-
-    def _end_token_ids(self, params: SamplingParams) -> list[int]:
-        """Ids that end this request, in order, and as far as the model can draw them."""
-        ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        return sorted(token for token in ends if 0 <= token < self.vocab_size)
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
@@ -71,12 +69,9 @@ class Admission:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        for token in token_ids:
-            if not _is_int(token) or not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"Token id {token!r} is outside the vocabulary: use ids from 0 to {self.vocab_size - 1}.",
-                    param="prompt",
-                )
+        is_plain = set(map(type, token_ids)) == {int}  # as good as always, and then no loop over them is needed
+        if not (is_plain and min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            self._check_each(token_ids)
         if not self.config.chunked_prefill and length > self.config.max_num_tokens:
             raise RequestError(
                 f"The prompt has {length} tokens, but without chunked prefill one step must hold it whole, and "
@@ -84,6 +79,14 @@ class Admission:
                 param="prompt",
                 code="context_length_exceeded",
             )
+
+    def _check_each(self, token_ids: tuple[int, ...]) -> None:
+        for token in token_ids:
+            if not _is_int(token) or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"Token id {token!r} is outside the vocabulary: use ids from 0 to {self.vocab_size - 1}.",
+                    param="prompt",
+                )
 
     def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
         """Output limit in tokens. Beyond what the pool holds, an asked one is refused and a default one is cut."""

@@ -28,7 +28,7 @@ class FaultyRuntime(SimRuntime):
     num_failed_copies: int = 0  # of steps that failed because of one row, so that others repeat them
 
     def wait(self) -> StepOutput:
-        batch: Batch | None = self._batch
+        batch: Batch | None = self._batches[0]
         output = super().wait()
         tokens = output.tokens
         fault, self.fault = self.fault, None
@@ -69,6 +69,8 @@ class World:
     num_hit_tokens: int = 0
     num_steps: int = 0
     num_stopped_by_text: int = 0
+    num_counted: int = 0  # tokens, by the records of the passes
+    num_dropped: int = 0  # rows whose request had ended before they were collected
 
     def __post_init__(self) -> None:
         self.runtime = FaultyRuntime(
@@ -111,6 +113,7 @@ class World:
 
         outcome = self.core.step()
         self.num_steps += 1
+        self.num_dropped += sum(seq.ended for flight in self.core._in_flight for seq in flight.step.drawing)
         for delta in outcome.deltas:
             self.deltas[delta.request_id].append(delta)
         if outcome.stats is not None:
@@ -118,6 +121,8 @@ class World:
             self.num_hit_tokens += outcome.stats.prefix_hit_tokens
             assert outcome.stats.audit_failures == 0
             assert outcome.stats.num_rows <= self.config.max_batch_size
+            assert len(outcome.stats.ttft_s) + len(outcome.stats.itl_s) == outcome.stats.generated_tokens
+            self.num_counted += outcome.stats.generated_tokens
             spent = outcome.stats.prompt_tokens + outcome.stats.recomputed_tokens
             assert spent <= min(self.config.max_num_tokens, self.config.max_prefill_tokens or spent)
         self.check()
@@ -149,16 +154,21 @@ class World:
         assert list(self.scheduler.waiting) == sorted(self.scheduler.waiting)
         assert self.scheduler.num_paused == sum(seq.num_pauses > 0 for seq in self.scheduler.waiting)
         for seq in self.scheduler.running:
-            assert seq.room == len(seq.blocks) * self.config.block_size - seq.num_computed
+            capacity = min(len(seq.blocks) * self.config.block_size, seq.max_len - 1)
+            assert seq.room == capacity - seq.num_computed
             assert seq.room >= 0
+        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
+            assert len(seq.token_ids) <= seq.num_tokens <= len(seq.token_ids) + self.config.overlap_depth
         for seq in self.scheduler.waiting:
             if self.scheduler.siblings.in_work(seq):
-                siblings = [s for s in self.scheduler.running if s.request.fork_group == seq.request.fork_group]
-                assert any(not s.generating for s in siblings)
+                holding = [*self.scheduler.running, *(s for s in self.scheduler.settling if s.started)]
+                siblings = [s for s in holding if s.request.fork_group == seq.request.fork_group]
+                assert any(not s.generating or self.scheduler._is_in_flight(s) for s in siblings)
         for seq in self._offered():
             assert seq.started
             assert seq.num_computed >= seq.num_prompt_tokens - 1
         for seq in self.scheduler.waiting:
+            assert seq.num_tokens == len(seq.token_ids)
             assert (seq.slot, seq.blocks, seq.num_computed) == (-1, [], 0)
         if self.config.scheduler_policy != "max_utilization":
             generating = [seq for seq in self.scheduler.running if seq.generating]
@@ -187,7 +197,9 @@ class World:
         assert not self.scheduler.siblings._owed
         if self.config.queue_policy == "wfq":
             assert self.scheduler._queue._tags == {}
+        assert self.scheduler.settling == {}
         assert self.core.recorder.num_audit_failures == 0
+        assert self.num_counted == sum(len(delta.token_ids) for deltas in self.deltas.values() for delta in deltas)
         for request_id, request in self.requests.items():
             check_answer(request, self.deltas[request_id], self.config)
             last = self.deltas[request_id][-1]
@@ -253,6 +265,7 @@ def random_config(rng: random.Random, policy: str, max_len: int) -> EngineConfig
         max_seq_len=max_len,
         chunked_prefill=chunked,
         prefix_caching=rng.random() < 0.6,
+        overlap_depth=rng.choice([0, 1]),
         **options,
     )
 

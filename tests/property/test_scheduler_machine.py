@@ -28,10 +28,21 @@ class Machine(RuleBasedStateMachine):
         batch=st.integers(1, 5),
         extra_tokens=st.integers(0, 12),
         extra_blocks=st.integers(0, 12),
+        overlap_depth=st.sampled_from([0, 1]),
         options=st.integers(0, 1 << 20),
     )
     def build(
-        self, policy, chunk_policy, chunked, prefix_caching, block_size, batch, extra_tokens, extra_blocks, options
+        self,
+        policy,
+        chunk_policy,
+        chunked,
+        prefix_caching,
+        block_size,
+        batch,
+        extra_tokens,
+        extra_blocks,
+        overlap_depth,
+        options,
     ):
         config = EngineConfig(
             scheduler_policy=policy,
@@ -42,6 +53,7 @@ class Machine(RuleBasedStateMachine):
             max_seq_len=MAX_LEN,
             chunked_prefill=chunked,
             prefix_caching=prefix_caching,
+            overlap_depth=overlap_depth,
             **random_options(random.Random(options), policy, least=block_size if chunked else None),
         )
         self.world = World(config, -(-MAX_LEN // block_size) + extra_blocks)

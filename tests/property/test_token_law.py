@@ -65,6 +65,7 @@ def test_tokens_equal_the_solo_run(policy):
     assert sum(world.num_hit_tokens for world in worlds) > 1000
     if policy != "static_batch":  # which starts siblings at the same time, so that there is nothing to copy yet
         assert sum(world.runtime.num_copies for world in worlds) > 100
+    assert sum(world.num_dropped for world in worlds) > 100
     if policy == "max_utilization":
         assert sum(world.num_pauses for world in worlds) > 200
 

@@ -46,8 +46,9 @@ class Bench:
     def step(self, token: int = 1) -> dict[str, int]:
         step = self.schedule()
         rows = {seq.request_id: 1 for seq in step.decodes} | {seq.request_id: size for seq, size in step.chunks}
-        drawing = step.drawing()
-        self.scheduler.apply(step, [token] * len(drawing))
+        drawing = step.drawing
+        self.scheduler.advance(step)
+        self.scheduler.collect([token] * len(drawing))
         for seq in drawing:
             if seq.is_at_limit:
                 self.scheduler.remove(seq)

@@ -126,8 +126,9 @@ class TestNoEvict:
             step = bench.schedule()
             assert step.paused == []
             assert step.num_rows > 0
-            drawing = step.drawing()
-            bench.scheduler.apply(step, [1] * len(drawing))
+            drawing = step.drawing
+            bench.scheduler.advance(step)
+            bench.scheduler.collect([1] * len(drawing))
             for seq in drawing:
                 if seq.is_at_limit:
                     bench.scheduler.remove(seq)
@@ -203,8 +204,9 @@ class TestPrefixes:
         bench = Bench("guaranteed_no_evict", 100, prefix_caching=True)
         seq = bench.add("a", 25, 5)
         step = bench.schedule()
-        bench.scheduler.apply(step, [-1])
-        assert seq.num_tokens == 25
+        bench.scheduler.advance(step)
+        bench.scheduler.collect([-1])
+        assert len(seq.token_ids) == 25
         assert bench.scheduler.pool.lookup(seq.keys[0]) is None
 
     def test_a_victim_that_shares_its_blocks_frees_only_its_own(self):
@@ -274,7 +276,8 @@ class TestPause:
         for _ in range(3):
             step = bench.schedule()
             counts.append((step.prompt_tokens, step.recomputed_tokens))
-            bench.scheduler.apply(step, [1] * len(step.drawing()))
+            bench.scheduler.advance(step)
+            bench.scheduler.collect([1] * len(step.drawing))
         assert counts == [(0, 20), (20, 0), (10, 0)]
         assert seq.num_generated == 1
 

@@ -153,8 +153,9 @@ class TestWeightedFair:
         while bench.scheduler.has_work:
             step = bench.schedule()
             starts += [seq.request.tenant for seq in step.started]
-            drawing = step.drawing()
-            bench.scheduler.apply(step, [1] * len(drawing))
+            drawing = step.drawing
+            bench.scheduler.advance(step)
+            bench.scheduler.collect([1] * len(drawing))
             for seq in drawing:
                 if seq.is_at_limit:
                     bench.scheduler.remove(seq)

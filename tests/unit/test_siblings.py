@@ -143,7 +143,8 @@ class TestEndsOfTheSource:
         assert step.copies == [(read, written)]
         assert read not in bench.sequences["z"].blocks
         assert written == fork.blocks[2]
-        bench.scheduler.apply(step, [1] * len(step.drawing()))
+        bench.scheduler.advance(step)
+        bench.scheduler.collect([1] * len(step.drawing))
         assert bench.scheduler.pool.references[read] == 0
         assert bench.schedule().copies == []
 
@@ -234,7 +235,7 @@ def test_a_failed_copy_is_made_again():
         fails = False
 
         def wait(self):
-            self.copies = self._batch.copies.tolist()
+            self.copies = self._batches[0].copies.tolist()
             output = super().wait()
             if self.fails:
                 self.fails = False
