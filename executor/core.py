@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -20,6 +21,7 @@ from trtcb.executor.sequence import Sequence
 from trtcb.executor.stats import StepStats
 from trtcb.executor.step_recorder import StepCounts, StepRecorder
 
+AUDIT_PAUSE_S = 1.0  # between audits: one takes milliseconds for a large pool, and a light load is often idle
 MAX_IDLE_PASSES = 100  # passes with work but without a row before the request at the head is given up
 
 _log = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class EngineCore:
         self._started_s = 0.0
         self._num_idle_passes = 0
         self._is_audited = True
+        self._next_audit_s = -math.inf
         self._has_warned = False
 
     @property
@@ -286,10 +289,11 @@ class EngineCore:
             )
 
     def _check_books(self) -> None:
-        """Count blocks after every step, and audit everything once whenever the engine becomes idle."""
+        """Count blocks after every step, and audit everything when the engine becomes idle, if it was not just now."""
         faults = [] if self.scheduler.pool.is_consistent() else ["the blocks do not add up"]
-        if not self.has_work and not self._is_audited:
+        if not self.has_work and not self._is_audited and self._clock() >= self._next_audit_s:
             self._is_audited = True
+            self._next_audit_s = self._clock() + AUDIT_PAUSE_S
             faults += self.scheduler.audit()
         if faults:
             self.recorder.audit_failed(len(faults))

@@ -392,17 +392,17 @@ class TestRecords:
         assert driver.core.recorder.num_audit_failures >= 2
         assert sum(s.audit_failures for s in driver.stats) == driver.core.recorder.num_audit_failures
 
-    def test_an_idle_engine_is_audited_once(self, monkeypatch):
-        driver = Driver({5: [25, 25]})
+    def test_an_idle_engine_is_audited_once_and_not_again_at_once(self, monkeypatch):
+        now_s = [0.0]
+        driver = Driver({5: [25, 25, 25]}, clock=lambda: now_s[0])
         audits = []
         monkeypatch.setattr(driver.core.scheduler, "audit", lambda: audits.append(1) or [])
-        driver.add("a", 5)
-        driver.run()
-        driver.step()
-        assert len(audits) == 1
-        driver.add("b", 5)
-        driver.run()
-        assert len(audits) == 2
+        for at_s, num_audits in ((0.0, 1), (0.5, 1), (1.5, 2)):
+            now_s[0] = at_s
+            driver.add(f"r{at_s}", 5)
+            driver.run()
+            driver.step()
+            assert len(audits) == num_audits, at_s
 
 
 @pytest.mark.parametrize(
