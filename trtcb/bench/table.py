@@ -49,7 +49,7 @@ COLUMNS: tuple[Column, ...] = (
 def shown(estimate: Estimate, unit: str) -> str:
     """Write a value in its unit, with its confidence interval if there is one."""
     scale = {"ms": 1000.0, "%": 100.0}.get(unit, 1.0)
-    text = _number(estimate.mean * scale)
+    text = shown_number(estimate.mean * scale)
     return text if math.isnan(estimate.margin) else f"{text} ± {_margin(estimate.margin * scale)}"
 
 
@@ -131,7 +131,8 @@ def _times(result: Result, number: int) -> str:
     return " / ".join(f"{float(value):.3f}" for value in times)
 
 
-def _number(value: float) -> str:
+def shown_number(value: float) -> str:
+    """Write a number with the digits that count; - if there is none."""
     if math.isnan(value):
         return "-"
     if value == round(value) or abs(value) >= 1000:
