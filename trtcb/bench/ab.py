@@ -73,6 +73,14 @@ class Comparison:
     results: tuple[Result, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """What came out at one request rate, of all configurations or of those that were tried there."""
+
+    rate: float
+    comparison: Comparison
+
+
 def compare(
     setups: Sequence[Setup],
     target: Target,

@@ -156,6 +156,7 @@ class Collector:
             **_percentiles("queue", requests.queue_s),
             "goodput_rate": num_good / duration_s,
             "good_share": num_good / len(self._workload),
+            "kept_up": _kept_up(self._workload, requests.e2e_s),
             "pauses": float(totals["pauses"]),
             "recomputed_tokens": float(totals["recomputed"]),
             "prefix_hit_tokens": float(totals["prefix_hits"]),
@@ -203,6 +204,19 @@ def count_percentile(counts: Counter[int], q: float) -> float:
 def _percentiles(name: str, seconds: Floats) -> dict[str, float]:
     known = seconds[~np.isnan(seconds)]
     return {f"{name}_p{q}_s": float(np.percentile(known, q)) if len(known) else float("nan") for q in PERCENTILES}
+
+
+def _kept_up(workload: Workload, e2e_s: Floats) -> float:
+    """How fast requests ended over how fast they came, at most 1; NaN if they did not come at times of their own.
+
+    Of both, the middle 80 % count: the last answers take their time at any rate. Refused ones never end.
+    """
+    came_s = float(np.subtract(*np.percentile(workload.arrival_s, [90, 10])))
+    ends_s = (workload.arrival_s + e2e_s)[~np.isnan(e2e_s)]
+    if workload.max_concurrency is not None or came_s <= 0 or not len(ends_s):
+        return float("nan")
+    ended_s = float(np.subtract(*np.percentile(ends_s, [90, 10])))
+    return len(ends_s) / len(e2e_s) * min(1.0, came_s / max(ended_s, 1e-12))
 
 
 def _is_good(requests: Requests, slo: Slo) -> npt.NDArray[np.bool_]:

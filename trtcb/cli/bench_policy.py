@@ -12,9 +12,11 @@ from trtcb.cli.bench_options import Goodput, WorkloadFlags, check_writable, pars
 from trtcb.cli.flag_groups import with_flag_groups
 
 if TYPE_CHECKING:
-    from trtcb.bench.ab import WorkloadSource
-    from trtcb.bench.targets import Target
-    from trtcb.bench.workload import RandomWorkload
+    from collections.abc import Callable, Sequence
+
+    from trtcb.bench.ab import Comparison, WorkloadSource
+    from trtcb.bench.knee import Criterion, Knee
+    from trtcb.bench.targets import Setup, Target
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,62 @@ class ReportFlags:
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a report with plots to this file.")] = None
 
 
+@dataclass(frozen=True)
+class RateFlags:
+    """At which rates requests arrive."""
+
+    title: ClassVar[str] = "Rate"
+
+    request_rate: Annotated[
+        str,
+        typer.Option(
+            "--request-rate", "--rate", help="Requests a second; inf: all at once; auto: the highest knee of them all."
+        ),
+    ] = "inf"
+    rates: Annotated[
+        str | None, typer.Option(help="Also run at these rates, such as 2,4,8, and show the frontier.")
+    ] = None
+    knee_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="With auto: share of requests within --goodput, or rate kept up.")
+    ] = 0.95
+    knee_width: Annotated[float, typer.Option(min=0.001, help="With auto: how well a knee is known, relative.")] = 0.1
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the rate is to be found."""
+        return self.request_rate == "auto"
+
+    @property
+    def value(self) -> float:
+        """The rate; any number stands for one that is to be found."""
+        from trtcb.errors import UsageError
+
+        try:
+            return 1.0 if self.is_auto else float(self.request_rate)
+        except ValueError:
+            raise UsageError(f"--request-rate '{self.request_rate}': write a number, inf or auto.") from None
+
+    def others(self) -> list[float]:
+        """Return the rates to run besides, in ascending order."""
+        from trtcb.errors import UsageError
+
+        try:
+            return sorted({float(rate) for rate in self.rates.split(",")}) if self.rates is not None else []
+        except ValueError:
+            raise UsageError(f"--rates '{self.rates}' is no list of numbers: write them as 2,4,8.") from None
+
+    def check(self, workload: WorkloadFlags) -> None:
+        """Raise for what does not go together."""
+        from trtcb.errors import UsageError
+
+        if workload.trace is not None and (self.is_auto or self.rates is not None or self.request_rate != "inf"):
+            raise UsageError("A trace has its own rate: leave --request-rate and --rates out.")
+        if self.is_auto and self.rates is not None:
+            raise UsageError("--request-rate auto chooses its rates: leave --rates out.")
+        if self.is_auto and workload.max_concurrency is not None:
+            raise UsageError("--max-concurrency sets the pace itself: leave it out, or --request-rate auto.")
+
+
 @with_flag_groups
 def bench_policy(
     setups: Annotated[
@@ -86,15 +144,10 @@ def bench_policy(
             help="Configurations, POLICY[:setting=value,...]; settings are those of serve.", metavar="SETUP"
         ),
     ],
-    request_rate: Annotated[
-        float, typer.Option("--request-rate", "--rate", help="Requests a second; inf sends all at once.")
-    ] = float("inf"),
-    rates: Annotated[
-        str | None, typer.Option(help="Also run at these rates, such as 2,4,8, and show the frontier.")
-    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Workloads to draw; over 1, intervals are shown.")] = 1,
     *,
     machine: MachineFlags,
+    rate: RateFlags,
     workload: WorkloadFlags,
     limits: LimitFlags,
     report: ReportFlags,
@@ -102,60 +155,70 @@ def bench_policy(
     """Compare configurations under the same arrivals."""
     from functools import partial
 
-    from trtcb.bench.ab import compare
-    from trtcb.bench.report import html_report
-    from trtcb.bench.table import frontier_rows, per_request, rows, text_table, to_json
+    from trtcb.bench.ab import LoadPoint, compare
+    from trtcb.bench.knee import Criterion, KneeSearch, merged_points
+    from trtcb.bench.policy_report import PolicyReport
     from trtcb.bench.targets import Setup
 
     check_writable(report.json_file, report.html_file)
-    source = workload.source(request_rate)
+    rate.check(workload)
+    at_rate = workload.source
+    source = at_rate(rate.value)
+    other_sources = [(other, at_rate(other)) for other in rate.others()]
     target = machine.target()
     common = {**target.engine, **limits.given()}
     num_requests = len(source.generate(workload.seed))
+    parsed = [Setup.parse(text, common, num_requests) for text in setups]
+    slo = parse_slo(report.goodput)
     run = partial(
         compare,
-        [Setup.parse(text, common, num_requests) for text in setups],
-        target,
-        slo=parse_slo(report.goodput),
+        target=target,
+        slo=slo,
         seed=workload.seed,
         repeats=repeats,
         on_run=_report_run,
         max_concurrency=workload.max_concurrency,
     )
-    sources = _at_rates(source, rates)
-    comparison = run(source)
-    frontier = [run(source) for source in sources]
-    print(f"{comparison.target}; {comparison.num_requests} requests, seed {workload.seed}, {repeats} repeats\n")
-    print(text_table(rows(comparison)))
-    if frontier:
-        print("\nOutput tokens/s / TTFT p95 (ms) / requests within the SLO (%):\n")
-        print(text_table(frontier_rows([source.request_rate for source in sources], frontier)))
-    if report.requests:
-        print("\nQueue wait / first token / end, in seconds from arrival:\n")
-        print(text_table(per_request(comparison)))
+    criterion = Criterion.of(bool(slo.limits) or not rate.is_auto, rate.knee_share)
+    knees = []
+    if rate.is_auto:
+        for setup in parsed:
+            measure = partial(_measure, run, setup, at_rate)
+            knees.append(KneeSearch(measure, criterion, rate.knee_width, partial(_report_point, criterion)).run())
+        source = at_rate(_highest(knees, criterion))
+    comparison = run(parsed, source=source)
+    frontier = merged_points(knees) or [LoadPoint(rate, run(parsed, source=other)) for rate, other in other_sources]
+    found = PolicyReport(comparison, frontier, knees, criterion)
+    print(found.text(with_requests=report.requests))
     if report.json_file is not None:
-        data = {**to_json(comparison), "frontier": [to_json(point) for point in frontier]}
-        report.json_file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+        report.json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", "utf-8")
     if report.html_file is not None:
-        report.html_file.write_text(html_report(comparison, _command(), frontier), "utf-8")
+        report.html_file.write_text(found.html(_command()), "utf-8")
 
 
-def _at_rates(source: "WorkloadSource", rates: str | None) -> "list[RandomWorkload]":
-    """Return the workload at each of these rates, in ascending order."""
-    from dataclasses import replace
+def _measure(
+    run: "Callable[..., Comparison]", setup: "Setup", at_rate: "Callable[[float], WorkloadSource]", rate: float
+) -> "Comparison":
+    return run([setup], source=at_rate(rate), on_run=lambda label, repeat: None)
 
-    from trtcb.bench.workload import RandomWorkload
-    from trtcb.errors import UsageError
 
-    if rates is None:
-        return []
-    if not isinstance(source, RandomWorkload):
-        raise UsageError("A trace has its own rate: leave --rates out.")
-    try:
-        values = sorted({float(rate) for rate in rates.split(",")})
-    except ValueError:
-        raise UsageError(f"--rates '{rates}' is no list of numbers: write them as 2,4,8.") from None
-    return [replace(source, request_rate=rate) for rate in values]
+def _highest(knees: "Sequence[Knee]", criterion: "Criterion") -> float:
+    from trtcb.errors import TrtcbError
+
+    highest = max(knee.rate for knee in knees)
+    if not highest:
+        raise TrtcbError(
+            f"No configuration has a knee: even at {knees[0].broken_at:.2g} requests/s fewer than "
+            f"{100 * criterion.share:g} % {criterion.title}; allow more in --goodput, or lower --knee-share."
+        )
+    return highest
+
+
+def _report_point(criterion: "Criterion", label: str, rate: float, share: float, holds: bool) -> None:
+    from trtcb.bench.table import shown_rate
+
+    verdict = "holds" if holds else "broken"
+    print(f"{label} at {shown_rate(rate)}: {100 * share:.1f} % {criterion.title}, {verdict}", file=sys.stderr)
 
 
 def _report_run(label: str, repeat: int) -> None:
