@@ -5,6 +5,7 @@ Every option runs beside its default on the same seeded arrivals. The model of t
 """
 
 import random
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -52,13 +53,15 @@ class Run:
         )
 
 
-def simulate(arrivals: list[Arrival], num_blocks: int, **settings) -> Run:
-    """Run all arrivals to their ends."""
-    scheduler = Scheduler(EngineConfig(**{"block_size": 16, "max_num_tokens": 1024, **settings}), num_blocks)
+def simulate(arrivals: list[Arrival], num_blocks: int, *, host_s: float = 0.0, **settings) -> Run:
+    """Run all arrivals to their ends. ``host_s`` is the engine's own time for a step."""
+    config = EngineConfig(**{"block_size": 16, "max_num_tokens": 1024, **settings})
+    scheduler = Scheduler(config, num_blocks)
     run, now, last, lengths = Run(), 0.0, {}, {}
+    in_flight, device_free_s = deque(), 0.0
     coming = sorted(arrivals, key=lambda arrival: arrival.time_s)[::-1]
-    while coming or scheduler.has_work:
-        if not scheduler.has_work:
+    while coming or scheduler.has_work or in_flight:
+        if not scheduler.has_work and not in_flight:
             now = max(now, coming[-1].time_s)
         while coming and coming[-1].time_s <= now:
             arrival = coming.pop()
@@ -68,16 +71,24 @@ def simulate(arrivals: list[Arrival], num_blocks: int, **settings) -> Run:
         step = scheduler.schedule()
         run.num_recomputed += step.recomputed_tokens
         run.num_pauses += len(step.paused)
-        now += BASE_S + TOKEN_S * (len(step.decodes) + sum(size for _, size in step.chunks))
-        finish(scheduler, step, now, run, last, lengths)
+        if step.num_rows:
+            now += host_s
+            num_tokens = len(step.decodes) + sum(size for _, size in step.chunks)
+            device_free_s = max(now, device_free_s) + BASE_S + TOKEN_S * num_tokens
+            scheduler.advance(step)
+            in_flight.append((step, device_free_s))
+        if len(in_flight) > (config.overlap_depth if step.num_rows else 0):
+            step, end_s = in_flight.popleft()
+            now = max(now, end_s)
+            finish(scheduler, step, now, run, last, lengths)
     run.seconds = now
     return run
 
 
 def finish(scheduler: Scheduler, step: Step, now: float, run: Run, last: dict, lengths: dict) -> None:
     """Account for a step that has run."""
-    drawing = step.drawing()
-    scheduler.apply(step, [1] * len(drawing))
+    lost = set(scheduler.collect([1] * len(step.drawing)))
+    drawing = [seq for row, seq in enumerate(step.drawing) if row not in lost]
     run.num_tokens += len(drawing)
     for seq in drawing:
         if seq in last:
@@ -131,6 +142,9 @@ def main() -> None:
     compare("stall_free (no chunks, 2 priorities)", mixed, 4000, {"stall_free": True}, **whole)
     exact = [Arrival(a.time_s, a.prompt, a.length, a.length) for a in poisson(30.0, 600)]
     compare("srtf (exact limits)", exact, 400, {"queue_policy": "srtf"})
+    steady = poisson(13.0, 600)
+    for host_s in (0.001, 0.005):
+        compare(f"overlap (host {1000 * host_s:g} ms a step)", steady, 4000, {"overlap_depth": 1}, host_s=host_s)
     tenants()
     ageing()
 

@@ -94,7 +94,8 @@ def advance(scheduler: Scheduler) -> float:
     start = time.perf_counter()
     step = scheduler.schedule()
     seconds = time.perf_counter() - start
-    scheduler.apply(step, [1] * len(step.drawing()))
+    scheduler.advance(step)
+    scheduler.collect([1] * len(step.drawing))
     return seconds
 
 

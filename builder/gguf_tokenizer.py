@@ -18,6 +18,7 @@ from trtcb.spec import ModelSpec
 from trtcb.tokenizer import TokenizerAssets
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+_MAX_PIECE_CHARACTERS = 512  # SentencePiece's own default is 16; without stored merges, every split is looked at
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -171,6 +172,8 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
     to_spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     decoders: list[dict[str, Any]] = [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
     unknown = np.flatnonzero(vocabulary.kinds == _UNKNOWN)
+    if max(map(len, vocabulary.ids), default=0) > _MAX_PIECE_CHARACTERS:
+        vocabulary.fail("tokens", f"holds a piece of more than {_MAX_PIECE_CHARACTERS} characters")
     return bpe_document(
         vocabulary.ids,
         _stored_merges(vocabulary)
@@ -190,6 +193,9 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
         fuse_unk=True,
         byte_fallback=True,
     )
+
+
+MAX_PIECE_CHARACTERS = 512  # SentencePiece's own default is 16; every split of a piece is looked at
 
 
 def merges_from_scores(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:

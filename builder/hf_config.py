@@ -66,7 +66,7 @@ def spec_from_config(folder: Path, name: str) -> ModelSpec:
         "rms_norm_eps": _first(config.get("rms_norm_eps"), 1e-6),
         "tie_embeddings": _first(config.get("tie_word_embeddings"), False),
         "bos_token_id": _first(generation.get("bos_token_id"), config.get("bos_token_id")),
-        "eos_token_ids": tuple(dict.fromkeys([*_ids(generation), *_ids(config)])),
+        "eos_token_ids": _distinct([*_ids(generation), *_ids(config)]),
         **_rope_facts(config, origin),
     }
     return spec_from_facts(facts, name=name, origin=origin, error=UsageError, field_names=_FIELD_NAMES)
@@ -81,6 +81,11 @@ def _ids(config: Mapping[str, Any]) -> list[Any]:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
+
+
+def _distinct(values: list[Any]) -> tuple[Any, ...]:
+    """Drop repetitions; what a stranger's list holds need not be hashable."""
+    return tuple(value for index, value in enumerate(values) if value not in values[:index])
 
 
 def _refuse_variants(config: Mapping[str, Any], origin: str) -> None:

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trtcb.errors import TrtcbError
-from trtcb.spec import ModelSpec, RopeScaling
+from trtcb.spec import MAX_EOS_TOKENS, MAX_ROPE_FACTOR, MAX_ROPE_THETA, ModelSpec, RopeScaling
 
 # Wide enough for any published Llama, narrow enough that a hostile file cannot ask for a billion layers.
 Width = Annotated[int, Field(ge=1, le=1 << 20)]
 Count = Annotated[int, Field(ge=1, le=1 << 12)]
-Positive = Annotated[float, Field(gt=0)]
+Factor = Annotated[float, Field(gt=0, le=MAX_ROPE_FACTOR)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -23,9 +23,9 @@ class RopeScalingFacts(_Facts):
     """See :class:`trtcb.spec.RopeScaling`."""
 
     kind: Literal["llama3", "linear"]
-    factor: Positive
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
+    factor: Factor
+    low_freq_factor: Factor = 1.0
+    high_freq_factor: Factor = 4.0
     original_max_position: Annotated[int, Field(ge=1, le=1 << 26)] = 8192
 
     @model_validator(mode="after")
@@ -47,11 +47,11 @@ class ModelFacts(_Facts):
     vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
     max_position: Annotated[int, Field(ge=1, le=1 << 26)]
     rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
-    rope_theta: Positive
+    rope_theta: Annotated[float, Field(gt=1, le=MAX_ROPE_THETA)]
     rope_scaling: RopeScalingFacts | None = None
     tie_embeddings: bool
     bos_token_id: TokenId | None = None
-    eos_token_ids: tuple[TokenId, ...] = Field(default=(), strict=False)
+    eos_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_EOS_TOKENS, strict=False)
 
     @model_validator(mode="after")
     def _check_relations(self) -> "ModelFacts":

@@ -52,13 +52,11 @@ class Admission:
             seq.text = TextOutput(
                 self.tokenizer, request.prompt_token_ids, params.stop, num_exempt_tokens=params.min_tokens
             )
-        seq.sampling = SamplingState.of(params, end_token_ids=self._end_token_ids(params))
+        ends = frozenset() if params.ignore_eos else self.eos_token_ids
+        seq.end_token_ids = ends.union(params.stop_token_ids) if params.stop_token_ids else ends
+        masked = [token for token in seq.end_token_ids if 0 <= token < self.vocab_size] if params.min_tokens else []
+        seq.sampling = SamplingState.of(params, end_token_ids=sorted(masked))
         return seq
-
-    def _end_token_ids(self, params: SamplingParams) -> list[int]:
-        """Ids that end this request, in order, and as far as the model can draw them."""
-        ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        return sorted(token for token in ends if 0 <= token < self.vocab_size)
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
@@ -71,12 +69,9 @@ class Admission:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        for token in token_ids:
-            if not _is_int(token) or not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"Token id {token!r} is outside the vocabulary: use ids from 0 to {self.vocab_size - 1}.",
-                    param="prompt",
-                )
+        is_plain = set(map(type, token_ids)) == {int}  # as good as always, and then no loop over them is needed
+        if not (is_plain and min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            self._check_each(token_ids)
         if not self.config.chunked_prefill and length > self.config.max_num_tokens:
             raise RequestError(
                 f"The prompt has {length} tokens, but without chunked prefill one step must hold it whole, and "
@@ -84,6 +79,14 @@ class Admission:
                 param="prompt",
                 code="context_length_exceeded",
             )
+
+    def _check_each(self, token_ids: tuple[int, ...]) -> None:
+        for token in token_ids:
+            if not _is_int(token) or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"Token id {token!r} is outside the vocabulary: use ids from 0 to {self.vocab_size - 1}.",
+                    param="prompt",
+                )
 
     def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
         """Output limit in tokens. Beyond what the pool holds, an asked one is refused and a default one is cut."""
@@ -105,7 +108,7 @@ class Admission:
 
 def _check_labels(request: Request) -> None:
     """The engine thread hashes and compares these: a value of another type would stop it for everybody."""
-    for name in ("request_id", "cache_salt", "tenant"):
+    for name in ("request_id", "cache_salt", "tenant", "fork_group"):
         if not isinstance(getattr(request, name), str):
             raise RequestError(f"{name} must be a text.", param=name)
     if not isinstance(request.params, SamplingParams):
@@ -129,6 +132,8 @@ def _check_params(params: SamplingParams, *, has_tokenizer: bool) -> None:
         raise RequestError("top_p must be above 0: use temperature 0 for greedy decoding.", param="top_p")
     if not _is_int(params.top_k) or not 0 <= params.top_k <= _MAX_TOP_K:
         raise RequestError(f"top_k must be a whole number, 0 for off, not {params.top_k}.", param="top_k")
+    if not _is_int(params.n) or params.n != 1:
+        raise RequestError(f"A request has one answer, not n={params.n}: make a request for each.", param="n")
     if params.seed is not None and not _is_int(params.seed):
         raise RequestError(f"seed must be a whole number, not {params.seed}.", param="seed")
     if not all(isinstance(stop, str) and stop for stop in params.stop):

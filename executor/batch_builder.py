@@ -1,10 +1,14 @@
 """Turns a step's decisions into packed arrays, from per-slot arrays that are only touched where something changed."""
 
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
 from trtcb.executor.config import EngineConfig
-from trtcb.executor.runtime import Batch, Int32, SamplingRows
+from trtcb.executor.runtime import UNKNOWN_TOKEN, Batch, Int32, SamplingRows
 from trtcb.executor.sampling_state import logit_edits
 from trtcb.executor.scheduler import Step
 from trtcb.executor.sequence import Sequence
@@ -13,8 +17,8 @@ from trtcb.executor.sequence import Sequence
 class BatchBuilder:
     """The slot table: one row per slot with what the next step needs of its sequence.
 
-    Must see every step in order: :meth:`build` takes over what the scheduler changed for it, :meth:`advance` what it
-    computed. A step that failed is built but not advanced, and its rows are scheduled again.
+    Must see every step in order: :meth:`build` takes over what the scheduler changed for it and counts it as run,
+    :meth:`learn` then takes the tokens of the oldest step that was built. :meth:`rollback` undoes all that are between.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
@@ -32,11 +36,17 @@ class BatchBuilder:
         self._seed = np.zeros(slots, np.uint64)
         self._has_edits = np.zeros(slots, np.bool_)
         self._num_logprobs = np.zeros(slots, np.int32)
+        self._unknown: deque[npt.NDArray[np.intp]] = deque()  # of each step in flight, the slots that draw
         self._decodes: list[Sequence] = []
         self._decode_slots = np.zeros(0, np.intp)
+        self._sampled_slots: npt.NDArray[np.intp] | None = None
+        self._sampled: SamplingRows
 
     def build(self, step: Step) -> Batch:
-        """Pack one step. Decoding rows come first, in the step's order. The arrays are new, and the caller's."""
+        """Pack one step, before :meth:`Scheduler.advance`. Decoding rows come first, in the step's order.
+
+        The arrays are the caller's; those that stay the same from step to step may be shared by several batches.
+        """
         for seq in step.started:
             self._fill_slot(seq)
         for seq in step.grown:
@@ -54,23 +64,38 @@ class BatchBuilder:
         input_ids = self._input_ids(step, cu_q)
         blocks = self._block_table[row_slots, positions // self._block_size]
 
-        logit_rows = self._logit_rows(step)
-        logit_index = cu_q[1:][logit_rows] - np.int32(1)
-        return Batch(
+        logit_index, drawing = cu_q[:-1], slots
+        if step.chunks:
+            logit_rows = self._logit_rows(step)
+            logit_index, drawing = cu_q[1:][logit_rows] - np.int32(1), slots[logit_rows]
+        batch = Batch(
             input_ids=input_ids,
             positions=positions,
             slot_mapping=blocks * np.int32(self._block_size) + positions % np.int32(self._block_size),
             cu_q=cu_q,
             block_tables=self._block_table[:, : int(self._num_blocks[slots].max())][slots],
+            slots=slots,
             logit_index=logit_index,
-            sampling=self._sampling(step, slots[logit_rows], positions[logit_index] + np.int32(1)),
+            sampling=self._sampling(step, drawing, positions[logit_index] + np.int32(1)),
+            copies=np.array(step.copies, np.int32).reshape(-1, 2),
         )
-
-    def advance(self, step: Step, tokens: Int32) -> None:
-        """Take note of what a step computed. Call it before ``Scheduler.apply``; ``tokens`` are ``[NL]`` as drawn."""
-        slots, sizes = self._rows(step)
         self._num_computed[slots] += sizes
-        self._last_token[slots[self._logit_rows(step)]] = tokens
+        self._last_token[drawing] = UNKNOWN_TOKEN
+        self._unknown.append(drawing)
+        return batch
+
+    def learn(self, tokens: Int32) -> None:
+        """Take note of what the oldest step in flight drew, ``[NL]``."""
+        self._last_token[self._unknown.popleft()] = tokens
+        for drawing in self._unknown:
+            self._last_token[drawing] = UNKNOWN_TOKEN
+
+    def rollback(self, holding: Iterable[Sequence]) -> None:
+        """Forget the steps in flight, after :meth:`Scheduler.rollback`. ``holding`` are all that have a slot."""
+        self._unknown.clear()
+        for seq in holding:
+            self._num_computed[seq.slot] = seq.num_computed
+            self._last_token[seq.slot] = seq.token_ids[-1]
 
     def _rows(self, step: Step) -> tuple[npt.NDArray[np.intp], Int32]:
         """Slot and number of tokens of each row."""
@@ -86,8 +111,7 @@ class BatchBuilder:
     def _logit_rows(self, step: Step) -> npt.NDArray[np.bool_]:
         """Mask of the rows whose next token is wanted."""
         mask = np.ones(step.num_rows, np.bool_)
-        if step.chunks:
-            mask[len(step.decodes) :] = [seq.num_computed + size == seq.num_tokens for seq, size in step.chunks]
+        mask[len(step.decodes) :] = [seq.num_computed + size == seq.num_tokens for seq, size in step.chunks]
         return mask
 
     def _input_ids(self, step: Step, cu_q: Int32) -> Int32:
@@ -99,17 +123,20 @@ class BatchBuilder:
         return input_ids
 
     def _sampling(self, step: Step, slots: npt.NDArray[np.intp], position: Int32) -> SamplingRows:
-        num_logprobs = self._num_logprobs[slots]
-        return SamplingRows(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            min_p=self._min_p[slots],
-            seed=self._seed[slots],
-            position=position,
-            edits=logit_edits(step.drawing()) if self._has_edits[slots].any() else None,
-            num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
-        )
+        if slots is not self._sampled_slots:  # the same array for the same sequences, see `_rows`
+            num_logprobs = self._num_logprobs[slots]
+            self._sampled_slots = slots
+            self._sampled = SamplingRows(
+                temperature=self._temperature[slots],
+                top_k=self._top_k[slots],
+                top_p=self._top_p[slots],
+                min_p=self._min_p[slots],
+                seed=self._seed[slots],
+                position=position,
+                num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
+            )
+        edits = logit_edits(step.drawing) if self._has_edits[slots].any() else None
+        return replace(self._sampled, position=position, edits=edits)
 
     def _fill_slot(self, seq: Sequence) -> None:
         slot, params = seq.slot, seq.request.params
@@ -125,6 +152,10 @@ class BatchBuilder:
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
 
     def _append_blocks(self, seq: Sequence) -> None:
-        first = int(self._num_blocks[seq.slot])
-        self._block_table[seq.slot, first : len(seq.blocks)] = seq.blocks[first:]
-        self._num_blocks[seq.slot] = len(seq.blocks)
+        slot, num_blocks = seq.slot, len(seq.blocks)
+        first = int(self._num_blocks[slot])
+        if num_blocks == first + 1:  # a slice costs ten times as much
+            self._block_table[slot, first] = seq.blocks[first]
+        else:
+            self._block_table[slot, first:num_blocks] = seq.blocks[first:]
+        self._num_blocks[slot] = num_blocks

@@ -25,7 +25,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._secret = secrets.token_bytes(32)  # nobody outside can construct a colliding prefix
+        # Nobody outside can construct a colliding prefix. Copied for each key: that costs half of making it anew.
+        self._keyed_hash = hashlib.blake2b(digest_size=KEY_BYTES, key=secrets.token_bytes(32))
 
     @property
     def num_free(self) -> int:
@@ -140,4 +141,6 @@ class BlockPool:
         return block
 
     def _digest(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, digest_size=KEY_BYTES, key=self._secret).digest()
+        keyed_hash = self._keyed_hash.copy()
+        keyed_hash.update(data)
+        return keyed_hash.digest()

@@ -76,25 +76,35 @@ class TokenBudget:
 
         ``num_cached`` tells how many tokens of a sequence that is not started need no computation.
         """
+
+        def remaining(seq: Sequence) -> int:
+            return seq.num_tokens - (seq.num_computed if seq.started else num_cached(seq))
+
+        if self._chunk_policy is None:
+            return self._charge_in_order(fitting, remaining)
+        decodes = [seq for seq in fitting if seq.generating][: self._max_num_tokens]
+        capacity = min(self._max_num_tokens - len(decodes), self._max_prefill_tokens)
+        if len(decodes) == len(fitting) or not capacity:
+            return decodes, []
+        contexts = [(seq, remaining(seq)) for seq in fitting if not seq.generating]
+        return decodes, self._cut(contexts, capacity, self._chunk_policy)
+
+    def _charge_in_order(
+        self, fitting: list[Sequence], remaining: Callable[[Sequence], int]
+    ) -> tuple[list[Sequence], list[Chunk]]:
         left = self._max_num_tokens
         decodes: list[Sequence] = []
         contexts: list[Chunk] = []
         for seq in self._in_order_of_charge(fitting):
+            cost = 1 if seq.generating else remaining(seq)
+            if cost > left:
+                break
+            left -= cost
             if seq.generating:
-                if left < 1:
-                    break
-                left -= 1
                 decodes.append(seq)
-                continue
-            remaining = seq.num_tokens - (seq.num_computed if seq.started else num_cached(seq))
-            if self._chunk_policy is None:
-                if remaining > left:
-                    break
-                left -= remaining
-            contexts.append((seq, remaining))
-        if self._chunk_policy is None:
-            return decodes, contexts
-        return decodes, self._cut(contexts, min(left, self._max_prefill_tokens), self._chunk_policy)
+            else:
+                contexts.append((seq, cost))
+        return decodes, contexts
 
     def _cut(self, contexts: list[Chunk], capacity: int, policy: ChunkPolicy) -> list[Chunk]:
         remaining = [tokens for _, tokens in contexts]

@@ -27,7 +27,7 @@ class EngineConfig:
     by default (``docs/policies.md``): ``watermark``, the share of the pool that stays free when a request starts;
     ``stall_free``; ``max_prefill_tokens``, prompt tokens of one step; ``priority_ageing_s``, seconds of waiting that
     outweigh the whole span of priorities, for ``queue_policy="priority"``; ``tenant_weights`` for ``"wfq"``, 1 if not
-    named; ``victim_policy``.
+    named; ``victim_policy``; ``overlap_depth``, how many steps stay in flight while the next one is scheduled: 0 or 1.
     """
 
     scheduler_policy: str | CapacityPolicy = "guaranteed_no_evict"
@@ -51,6 +51,7 @@ class EngineConfig:
     priority_ageing_s: float | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     victim_policy: str = "newest"
+    overlap_depth: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.scheduler_policy, str) or not isinstance(self.scheduler_policy, CapacityPolicy):
@@ -65,6 +66,8 @@ class EngineConfig:
                 _check_at_least(name, getattr(self, name), 1)
         if not 0.0 < self.kv_memory_fraction <= 1.0:
             raise UsageError(f"kv_memory_fraction is a share above 0 and up to 1, not {self.kv_memory_fraction}.")
+        if isinstance(self.overlap_depth, bool) or self.overlap_depth not in (0, 1):
+            raise UsageError(f"overlap_depth is 0 (no step waits in flight) or 1, not {self.overlap_depth!r}.")
         if self.num_blocks is not None and self.kv_memory_bytes is not None:
             raise UsageError("num_blocks and kv_memory_bytes both size the pool: give one of them.")
         self._check_options()

@@ -1,22 +1,24 @@
 """The engine without its thread: queue, step, answer. Whoever calls it owns it; nothing here is locked."""
 
+import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from trtcb.executor.admission import Admission
+from trtcb.executor.answers import AnswerReader, Drawn, Reader, terminal_delta
 from trtcb.executor.batch_builder import BatchBuilder
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.detokenizer import Decoder
 from trtcb.executor.liveness import Liveness
-from trtcb.executor.request import Delta, FinishReason, TokenLogprobs
+from trtcb.executor.request import Delta, FinishReason
 from trtcb.executor.runtime import Runtime, StepOutput
-from trtcb.executor.sampling_state import token_logprobs
 from trtcb.executor.scheduler import Scheduler, Step
 from trtcb.executor.sequence import Sequence
 from trtcb.executor.stats import StepStats
-from trtcb.executor.step_recorder import StepRecorder
+from trtcb.executor.step_recorder import StepCounts, StepRecorder
 
 MAX_IDLE_PASSES = 100  # passes with work but without a row before the request at the head is given up
 
@@ -31,12 +33,29 @@ class Outcome:
     stats: StepStats | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched and not collected; ``error``: it could not be launched.
+
+    ``is_awaited``: its tokens must be known before the next one can be.
+    """
+
+    step: Step
+    counts: StepCounts
+    error: Exception | None
+    is_awaited: bool
+
+
 class EngineCore:
     """Takes sequences in, runs steps on the runtime, and hands out deltas: exactly one terminal delta per sequence.
+
+    With ``overlap_depth`` 1 a step stays in flight while the next one is scheduled, packed and launched. Whether a
+    request ends by it shows when it is collected: then one row too many of it is in flight, which is dropped.
 
     A step that fails because of one request (the exception has ``request_index``, its row in the batch, or the row
     drew a negative token) fails that request alone, and the others repeat the step. Any other failure fails all
     requests of the batch; if the runtime then does not say that it is ``healthy``, it is raised, and the core is dead.
+    What was launched behind a step that failed is dropped and repeated.
     """
 
     def __init__(
@@ -48,6 +67,7 @@ class EngineCore:
         eos_token_ids: Collection[int],
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
+        reader: Reader | None = None,
     ) -> None:
         self.admission = Admission(config, runtime.num_blocks, vocab_size, tokenizer, frozenset(eos_token_ids))
         self.scheduler = Scheduler(config, runtime.num_blocks)
@@ -55,11 +75,13 @@ class EngineCore:
         self.liveness = Liveness()
         self._runtime = runtime
         self._builder = BatchBuilder(config, runtime.num_blocks)
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._reader = reader or AnswerReader()
         self._clock = clock
+        self._overlap_depth = config.overlap_depth
         self._live: dict[str, Sequence] = {}
         self._deltas: list[Delta] = []
-        self._in_flight: Step | None = None
+        self._in_flight: deque[_Flight] = deque()
+        self._has_launched = False  # in this pass
         self._started_s = 0.0
         self._num_idle_passes = 0
         self._is_audited = True
@@ -67,8 +89,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
-        return bool(self._live)
+        """Whether any sequence is unfinished, or any step."""
+        return bool(self._live or self._in_flight)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._live)
 
     @property
     def num_unstarted(self) -> int:
@@ -91,7 +118,7 @@ class EngineCore:
             self._finish(seq, FinishReason.ABORT)
 
     def fail_all(self, error: str) -> None:
-        """End every sequence with an error."""
+        """End every sequence with an error. Steps in flight are left to the runtime."""
         for seq in list(self._live.values()):
             self._finish(seq, FinishReason.ERROR, error=error)
 
@@ -102,40 +129,41 @@ class EngineCore:
 
     def launch(self) -> None:
         """Schedule a step and start it on the runtime. Raises what killed the runtime."""
-        self._started_s = self._clock()
-        if not self.has_work:
+        start_s = self._started_s = self._clock()
+        self._has_launched = False
+        if self._in_flight and self._in_flight[-1].is_awaited:
+            self._collect_oldest()
+            start_s = self._clock()
+        if not self._live:
             return
         step = self.scheduler.schedule()
-        self.liveness.scheduled(step, self._started_s)
-        self.recorder.scheduled(step, self._clock() - self._started_s)
+        self.liveness.scheduled(step, start_s)
+        counts = self.recorder.scheduled(step, self._clock() - start_s)
         if not step.num_rows:
             self._watch_idle_pass()
             return
         self._num_idle_passes = 0
         for seq in step.started:
             if seq.first_scheduled_s is None:
-                seq.first_scheduled_s = self._started_s
+                seq.first_scheduled_s = start_s
         batch = self._builder.build(step)
+        failure: Exception | None = None
         try:
             self._runtime.launch(batch)
         except Exception as error:  # whatever a device or a kernel raises
-            self._contain(step, error)
-        else:
-            self._in_flight = step
+            failure = error
+        self.scheduler.advance(step)
+        is_awaited = failure is not None or batch.sampling.edits is not None  # edits depend on all tokens so far
+        self._in_flight.append(_Flight(step, counts, failure, is_awaited))
+        self._has_launched = True
 
     def collect(self) -> Outcome:
-        """Wait for the step in flight, if any, and hand out what the pass came to.
+        """Wait for a step, unless those in flight may stay there, and hand out what the pass came to.
 
         Raises what killed the runtime; the deltas so far are kept for :meth:`take_outcome`.
         """
-        step, self._in_flight = self._in_flight, None
-        if step is not None:
-            try:
-                output = self._runtime.wait()
-            except Exception as error:  # whatever a device or a kernel raises
-                self._contain(step, error)
-            else:
-                self._take_in(step, output)
+        if len(self._in_flight) > (self._overlap_depth if self._has_launched else 0):
+            self._collect_oldest()
         self._check_books()
         return self.take_outcome(self._clock() - self._started_s)
 
@@ -144,106 +172,88 @@ class EngineCore:
         deltas, self._deltas = self._deltas, []
         return Outcome(deltas, self.recorder.take(seconds))
 
-    def _take_in(self, step: Step, output: StepOutput) -> None:
-        """Take a finished step's tokens in and finish whoever is done."""
-        drawing = step.drawing()
-        self._builder.advance(step, output.tokens)
-        token_ids = output.tokens.tolist()
-        self.scheduler.apply(step, token_ids)
-        now_s = self._clock()
-        for row, (seq, token_id) in enumerate(zip(drawing, token_ids, strict=True)):
-            if token_id < 0:
-                self._finish(
-                    seq, FinishReason.ERROR, error="The model produced no valid probabilities for this request."
-                )
-            else:
-                self.recorder.drew(seq, now_s)
-                self._answer(seq, token_id, token_logprobs(seq, token_id, output.logprobs, row))
-
-    def _answer(self, seq: Sequence, token_id: int, logprobs: tuple[TokenLogprobs, ...] | None) -> None:
-        """Send one token on, and end its request if that is due."""
+    def _collect_oldest(self) -> None:
+        flight = self._in_flight.popleft()
         try:
-            text, reason = self._read(seq, token_id)
-        except Exception as error:  # a tokenizer that chokes on one output must not stop the others
-            _log.warning("request %s could not be detokenised", seq.request_id, exc_info=error)
-            self._finish(seq, FinishReason.ERROR, error=f"The output could not be turned into text: {error}")
-            return
-        if reason is not None:
-            self._finish(seq, reason, (token_id,), text, logprobs=logprobs)
+            if flight.error is not None:
+                raise flight.error
+            output = self._runtime.wait()
+        except Exception as error:  # whatever a device or a kernel raises
+            self._contain(flight, error)
         else:
-            self._deltas.append(self._delta(seq, (token_id,), text, logprobs=logprobs))
+            self._take_in(flight, output)
 
-    def _read(self, seq: Sequence, token_id: int) -> tuple[str, FinishReason | None]:
-        """Text to send, and why the request ends, if it does. Neither an end token's text nor a stop string is sent."""
-        params = seq.request.params
-        is_end = token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos)
-        reason = FinishReason.STOP if is_end else FinishReason.LENGTH if seq.is_at_limit else None
-        if seq.text is None:
-            return "", reason
-        text = ""
-        if not is_end:
-            text, is_stopped = seq.text.push(token_id)
-            if is_stopped:
-                return text, FinishReason.STOP
-        if reason is not None:
-            rest, is_stopped = seq.text.finish()
-            text += rest
-            reason = FinishReason.STOP if is_stopped else reason
-        return text, reason
+    def _take_in(self, flight: _Flight, output: StepOutput) -> None:
+        """Take a finished step's tokens in and finish whoever is done."""
+        drawing, token_ids = flight.step.drawing, output.tokens.tolist()
+        self._builder.learn(output.tokens)
+        lost = self.scheduler.collect(token_ids)
+        self.recorder.collected(flight.counts)
+        drawn = Drawn(drawing, token_ids, range(len(drawing)), output.logprobs)
+        if lost:
+            drawn = self._without(lost, drawn)
+        self.recorder.drew(drawn.sequences, self._clock())
+        for seq, delta in self._reader.read(drawn):
+            if delta.finish_reason is None:
+                self._deltas.append(delta)
+            else:
+                self._end(seq, delta.finish_reason, delta)
 
-    def _finish(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        token_ids: tuple[int, ...] = (),
-        text: str = "",
-        error: str | None = None,
-        logprobs: tuple[TokenLogprobs, ...] | None = None,
-    ) -> None:
-        """End a sequence: the only place that frees it and sends its terminal delta."""
+    def _without(self, lost: list[int], drawn: Drawn) -> Drawn:
+        """Leave rows out: nobody waits for them any more, or they have no token, and their requests fail."""
+        sequences, token_ids = drawn.sequences, drawn.token_ids
+        for row in lost:
+            if not sequences[row].ended:
+                error = "The model produced no valid probabilities for this request."
+                self._finish(sequences[row], FinishReason.ERROR, error)
+        rows = sorted(set(drawn.rows).difference(lost))
+        return Drawn([sequences[row] for row in rows], [token_ids[row] for row in rows], rows, drawn.logprobs)
+
+    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """End a sequence otherwise than by a token."""
+        self._end(seq, reason, terminal_delta(seq, reason, error))
+
+    def _end(self, seq: Sequence, reason: FinishReason, delta: Delta) -> None:
+        """Free a sequence and send its terminal delta: the only place that does."""
         del self._live[seq.request_id]
         self.liveness.ended(seq)
         if reason is FinishReason.ERROR:
             self.scheduler.fail(seq)
         else:
             self.scheduler.remove(seq)
-        self._deltas.append(self._delta(seq, token_ids, text, reason, error, logprobs))
+        self._deltas.append(delta)
         self.recorder.finished(seq, reason, self._clock())
 
-    def _delta(
-        self,
-        seq: Sequence,
-        token_ids: tuple[int, ...],
-        text: str,
-        reason: FinishReason | None = None,
-        error: str | None = None,
-        logprobs: tuple[TokenLogprobs, ...] | None = None,
-    ) -> Delta:
-        return Delta(
-            request_id=seq.request_id,
-            token_ids=token_ids,
-            text=text,
-            finish_reason=reason,
-            error=error,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            num_cached_tokens=seq.num_cached_tokens,
-            logprobs=logprobs,
-        )
-
-    def _contain(self, step: Step, error: Exception) -> None:
+    def _contain(self, flight: _Flight, error: Exception) -> None:
         """Limit a failed step's damage to the requests it can be blamed on."""
-        rows = list(step.rows())
-        self.recorder.step_failed()
+        rows = list(flight.step.rows())
+        self.recorder.step_failed(flight.counts)
         index = getattr(error, "request_index", None)
-        if isinstance(index, int) and 0 <= index < len(rows):
-            _log.warning("request %s failed: %s", rows[index].request_id, error)
-            self._finish(rows[index], FinishReason.ERROR, error=f"The engine failed on this request: {error}")
+        blamed = rows[index] if isinstance(index, int) and 0 <= index < len(rows) else None
+        is_fatal = blamed is None and not getattr(self._runtime, "healthy", False)
+        self._drop_in_flight(is_running=not is_fatal)
+        if blamed is not None:
+            _log.warning("request %s failed: %s", blamed.request_id, error)
+            self._finish_rows([blamed], f"The engine failed on this request: {error}")
             return
         _log.error("a step of %d requests failed", len(rows), exc_info=error)
-        for seq in rows:
-            self._finish(seq, FinishReason.ERROR, error=f"The engine failed on this step: {error}")
-        if not getattr(self._runtime, "healthy", False):
+        self._finish_rows(rows, f"The engine failed on this step: {error}")
+        if is_fatal:
             raise error
+
+    def _finish_rows(self, rows: list[Sequence], error: str) -> None:
+        for seq in rows:
+            if not seq.ended:
+                self._finish(seq, FinishReason.ERROR, error)
+
+    def _drop_in_flight(self, *, is_running: bool) -> None:
+        """Undo a failed step and those behind it, once they are through: they still use slots and blocks."""
+        while self._in_flight:
+            if self._in_flight.popleft().error is None and is_running:
+                with contextlib.suppress(Exception):  # they read what the failed step did not write
+                    self._runtime.wait()
+        self.scheduler.rollback()
+        self._builder.rollback(self.scheduler.running)
 
     def _warn_of_omitted_limit(self, seq: Sequence) -> None:
         """Say once what omitting ``max_tokens`` costs where a request starts only if all its output is sure to fit."""
@@ -261,6 +271,8 @@ class EngineCore:
 
     def _watch_idle_pass(self) -> None:
         """Give up on the head of the line if nothing has run for too long: a stuck queue must not wait for ever."""
+        if self._in_flight:
+            return
         self._num_idle_passes += 1
         if self._num_idle_passes >= MAX_IDLE_PASSES:
             self._num_idle_passes = 0
@@ -269,7 +281,7 @@ class EngineCore:
             self._finish(
                 head,
                 FinishReason.ERROR,
-                error=f"The scheduler made no progress in {MAX_IDLE_PASSES} passes with {self.scheduler.pool.num_free} "
+                f"The scheduler made no progress in {MAX_IDLE_PASSES} passes with {self.scheduler.pool.num_free} "
                 "free blocks, so the first request in line was given up: please report this.",
             )
 

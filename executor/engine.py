@@ -282,7 +282,7 @@ class Engine:
             state=self._state(),
             error=self._error,
             policy=self.config.policy_name,
-            num_running=len(scheduler.running),
+            num_running=scheduler.num_running,
             num_waiting=self._num_unstarted,
             num_paused=scheduler.num_paused,
             num_blocks=pool.num_blocks,

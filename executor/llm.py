@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from trtcb.errors import DrainTimeoutError, QueueFullError, RequestError, UsageError
 from trtcb.executor.config import EngineConfig
-from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
+from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams, TokenLogprobs, fan_out
 from trtcb.executor.runtime import Runtime
 from trtcb.executor.served_model import ServedModel, TextTokenizer
 from trtcb.executor.stats import StepStats
@@ -166,7 +166,8 @@ class AsyncLLM:
 class Completion:
     """The whole answer to one prompt. ``error`` says why it is not whole if ``finish_reason`` is ``error``.
 
-    ``logprobs`` has an entry for each of ``token_ids`` if they were asked for, else None.
+    ``logprobs`` has an entry for each of ``token_ids`` if they were asked for, else None. Where ``params.n`` asked for
+    several answers, this is the first, and ``others`` are the rest.
     """
 
     text: str
@@ -176,6 +177,12 @@ class Completion:
     num_cached_tokens: int
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    others: tuple["Completion", ...] = ()
+
+    @property
+    def outputs(self) -> tuple["Completion", ...]:
+        """All answers to the prompt, this one first."""
+        return (self, *self.others)
 
 
 class LLM:
@@ -229,10 +236,14 @@ class LLM:
     ) -> list[Completion]:
         """Answer every prompt, in the order given. One ``params`` serves all, or there is one for each.
 
+        With ``params.n`` above 1, the answers to a prompt are the ``outputs`` of its completion; with a ``seed``,
+        answer ``i`` is what ``seed + i`` gives alone. They compute the prompt once.
+
         Raises :class:`RequestError` before anything runs if a prompt can never be served, and ``EngineDeadError`` if
         the engine stops. A request that fails alone is a completion with an ``error``.
         """
-        requests = self._requests(prompts, SamplingParams() if params is None else params)
+        calls = self._calls(prompts, SamplingParams() if params is None else params)
+        requests = [request for call in calls for request in call]
         answers: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         received: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
         waiting = deque(requests)
@@ -253,7 +264,10 @@ class LLM:
                 self._engine.abort(request_id)
             for request_id in received:
                 del self._answers[request_id]
-        return [_completion(deltas) for deltas in received.values()]
+        completions = (_completion(deltas) for deltas in received.values())
+        return [
+            replace(next(completions), others=tuple(itertools.islice(completions, len(call) - 1))) for call in calls
+        ]
 
     def _submit(self, waiting: deque[Request], running: set[str]) -> None:
         """Submit as many requests as the queue takes."""
@@ -264,9 +278,10 @@ class LLM:
                 return
             running.add(waiting.popleft().request_id)
 
-    def _requests(
+    def _calls(
         self, prompts: "Sequence[str | Sequence[int]]", params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Request]:
+    ) -> list[list[Request]]:
+        """Requests of each prompt: as many as it shall have answers."""
         if isinstance(prompts, str):
             raise UsageError("prompts is a list: put the text into one.")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -274,15 +289,24 @@ class LLM:
             raise UsageError(
                 f"There are {len(prompts)} prompts and {len(each)} params: give one for all, or one for each."
             )
-        requests = []
+        calls = []
         for index, (prompt, its_params) in enumerate(zip(prompts, each, strict=True)):
             request = Request(f"llm-{next(self._numbers)}", self._token_ids(prompt), its_params)
             try:
-                self._engine.check(request)
+                calls.append(self._fanned_out(request))
             except RequestError as error:
                 raise RequestError(f"Prompt {index}: {error}", param=error.param, code=error.code) from error
-            requests.append(request)
-        return requests
+        return calls
+
+    def _fanned_out(self, request: Request) -> list[Request]:
+        """Requests that ``request`` stands for, or what is wrong with it."""
+        params = request.params
+        if not isinstance(params, SamplingParams):
+            raise RequestError("params must be SamplingParams.", param="params")
+        if isinstance(params.n, bool) or not isinstance(params.n, int) or params.n < 1:
+            raise RequestError(f"n must be a whole number of at least 1, not {params.n}.", param="n")
+        self._engine.check(replace(request, params=replace(params, n=1)))
+        return fan_out(request, params.n)
 
     def _token_ids(self, prompt: "str | Sequence[int]") -> tuple[int, ...]:
         if not isinstance(prompt, str):

@@ -4,7 +4,7 @@ A policy sees the active list (priority first, then arrival) and answers with ``
 ``paused``, those that must give their memory up first. It changes nothing itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import merge
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -80,13 +80,23 @@ class _MaxUtilizationPass:
 
     def run(self) -> None:
         """Decide about everybody."""
-        for seq in self._active.in_order():
+        for seq in self._active.waiting if self._continue_all() else self._active.in_order():
             if self._closed_from is not None and not seq < self._closed_from:
                 break
             if not (self._continue(seq) if seq.started else self._start(seq)):
                 return
         while self._undecided and self._continue(self._undecided[-1]):
             pass
+
+    def _continue_all(self) -> bool:
+        """Let all that started go on at once, if they fit and nobody who waits stands before one: as in most passes."""
+        running, first = self._active.running, self._active.waiting.first
+        need = [seq.room for seq in running].count(0)
+        stand_first = first is None or not running or running[-1] < first
+        if not stand_first or len(running) > self._active.max_requests or need > self._active.free_blocks:
+            return False
+        self.fitting, self._undecided, self._used_blocks = running.copy(), [], need
+        return True
 
     def _continue(self, seq: Sequence) -> bool:
         """Let a started request go on, or pause it if nobody else can be. False ends the pass."""
@@ -147,13 +157,13 @@ def _prompts(active: ActiveList, *, skipping: bool) -> list[Sequence]:
     """
     contexts = [seq for seq in active.running if not seq.generating]
     chosen = _while_they_fit(active, contexts, active.waiting, skipping=skipping)
-    if not chosen and len(contexts) == len(active.running):
-        chosen = _while_they_fit(active, contexts, [], skipping=skipping)
+    if contexts and not chosen and len(contexts) == len(active.running):
+        chosen = _while_they_fit(active, contexts, (), skipping=skipping)
     return chosen
 
 
 def _while_they_fit(
-    active: ActiveList, contexts: list[Sequence], waiting: list[Sequence], *, skipping: bool
+    active: ActiveList, contexts: list[Sequence], waiting: Iterable[Sequence], *, skipping: bool
 ) -> list[Sequence]:
     """Go through both in rank order until one's completion does not fit. Who started has a place in the batch."""
     chosen: list[Sequence] = []
@@ -166,7 +176,7 @@ def _while_they_fit(
             yield seq
 
     free_blocks = active.free_blocks - active.reserved_blocks + sum(map(active.blocks_to_completion, contexts))
-    for seq in merge(contexts, newcomers()):
+    for seq in merge(contexts, newcomers()) if contexts else newcomers():
         if not seq.started and skipping and active.beneficial_to_skip(seq):
             continue
         need = active.blocks_to_completion(seq)

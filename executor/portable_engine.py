@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 from trtcb.errors import PlanError
-from trtcb.executor.runtime import Batch, Float32, StepLogprobs, StepOutput
+from trtcb.executor.last_tokens import LastTokens
+from trtcb.executor.runtime import Batch, Float32, Int32, StepLogprobs, StepOutput
 from trtcb.plugins.cpu import threads
 from trtcb.program import Program
 
@@ -50,10 +51,14 @@ class PortableEngine:
         self._calls: tuple[Op, ...] = bind_program(program, self._values, self._ops.table())
         self._sampler = Sampler(header.model.vocab_size)
         self._logit_editor = LogitEditor(header.model.vocab_size)
+        self._last_tokens = LastTokens()
 
     def run(self, batch: Batch) -> StepOutput:
         """Run one step and draw; -1 where a row's logits were not numbers."""
-        step = _step(batch)
+        if len(batch.copies):
+            self._copy_blocks(batch.copies)
+        input_ids = self._last_tokens.input_ids(batch)
+        step = _step(batch, input_ids)
         self._ops.attention = self._kernels.plan_attention(
             step.cu_q, step.positions, step.num_sequences, step.num_tokens
         )
@@ -65,9 +70,16 @@ class PortableEngine:
         else:
             with self._logit_editor.edited(logits, sampling.edits):
                 tokens = self._sampler.sample(logits, sampling)
+        self._last_tokens.drew(batch, tokens)
         if sampling.num_logprobs is None:
             return StepOutput(tokens)
         return StepOutput(tokens, StepLogprobs(*self._logit_editor.logprobs(logits, tokens, sampling.num_logprobs)))
+
+    def _copy_blocks(self, copies: Int32) -> None:
+        from trtcb.plugins.cpu.pools import copy_blocks
+
+        for pools in self._pools:
+            copy_blocks(pools, copies)
 
     def logits(self) -> Float32:
         """Logits ``[NL, vocab]`` of the last step, for evaluation; overwritten by the next."""
@@ -95,7 +107,8 @@ def _read_program(plan: Plan) -> Program:
         raise PlanError(f"section 'program' of {plan.path} is not a call list ({error}); rebuild the plan") from error
 
 
-def _step(batch: Batch) -> Step:
+def _step(batch: Batch, input_ids: Int32) -> Step:
+    """Point at a batch's arrays, which must stay alive meanwhile. ``input_ids`` are all known."""
     from trtcb.executor.call_list import Step
 
     return Step(
@@ -103,7 +116,7 @@ def _step(batch: Batch) -> Step:
         num_logits=len(batch.logit_index),
         num_sequences=len(batch.cu_q) - 1,
         table_width=batch.block_tables.shape[1],
-        input_ids=batch.input_ids.ctypes.data,
+        input_ids=input_ids.ctypes.data,
         positions=batch.positions.ctypes.data,
         slot_mapping=batch.slot_mapping.ctypes.data,
         cu_q=batch.cu_q.ctypes.data,

@@ -37,9 +37,9 @@ class PrefixCache:
             return None
         return seq.keys[index]
 
-    def publish(self, seq: Sequence) -> None:
-        """Publish the blocks of ``seq`` that have become full and computed since the last call."""
-        num_full = seq.num_computed // self._block_size
+    def publish(self, seq: Sequence, num_computed: int) -> None:
+        """Publish the blocks of ``seq`` that ``num_computed`` tokens fill and that were not published yet."""
+        num_full = num_computed // self._block_size
         if not self.enabled or num_full <= seq.num_published:
             return
         self._extend_chain(seq, num_full)

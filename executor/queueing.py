@@ -111,7 +111,7 @@ class WeightedFair:
         del self._tags[seq]
         tenant = self._tenants.get(seq.request.tenant)
         if tenant is not None:
-            served = seq.num_tokens if seq.num_generated or seq.num_pauses or seq.started else 0
+            served = len(seq.token_ids) if seq.num_generated or seq.num_pauses or seq.started else 0
             tenant.finish -= (seq.max_len - served) / self._weight(seq)
 
     def _charge(self, seq: Sequence) -> float:

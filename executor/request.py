@@ -21,6 +21,8 @@ class SamplingParams:
     multiplies negative ones, ``frequency_penalty`` is subtracted once for each time a token is in the output, and
     ``presence_penalty`` once if it is there at all.
 
+    ``n`` answers to the prompt are for :meth:`LLM.generate` and :func:`fan_out`; the engine itself gives one a request.
+
     ``logprobs`` asks for the log-probability of each token drawn and of that many likeliest ones, at most
     ``MAX_LOGPROBS``; they are the model's own, of logits before any of this and of the temperature.
     """
@@ -40,13 +42,15 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     logprobs: int | None = None
+    n: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate. ``arrival_s`` is on the engine's clock; higher ``priority`` (0..1) goes first.
 
-    ``tenant`` is on whose account it is served, where the queue policy is fair to tenants.
+    ``tenant`` is on whose account it is served, where the queue policy is fair to tenants. Requests with the same
+    ``fork_group``, not empty, and equal prompts and salts are answers to one prompt: it is computed once for them.
     """
 
     request_id: str
@@ -56,22 +60,24 @@ class Request:
     cache_salt: str = ""
     arrival_s: float = 0.0
     tenant: str = ""
+    fork_group: str = ""
 
 
 def fan_out(request: Request, count: int) -> list[Request]:
     """Return ``count`` requests for as many answers to one prompt (the API's ``n``).
 
-    They differ in their ids and, where there is a seed, in that: answer ``i`` has ``seed + i``, as in vLLM. The full
-    blocks of the prompt are computed once and shared, by way of the prefix cache; the last, partial one is not.
+    They differ in their ids and, where there is a seed, in that: answer ``i`` has ``seed + i``, as in vLLM. The prompt
+    is computed once: its full blocks are shared, and the last, partial one is copied (``siblings.py``).
     """
+    params = replace(request.params, n=1)
     if count == 1:
-        return [request]
-    seed = request.params.seed
+        return [replace(request, params=params)]
     return [
         replace(
             request,
             request_id=f"{request.request_id}-{index}",
-            params=request.params if seed is None else replace(request.params, seed=seed + index),
+            fork_group=request.request_id,
+            params=params if params.seed is None else replace(params, seed=params.seed + index),
         )
         for index in range(count)
     ]

@@ -1,6 +1,6 @@
 """The seam between the engine and a target: a packed ragged batch goes in, one token per sampled row comes out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+UNKNOWN_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,13 @@ class Batch:
     The arrays belong to the caller and stay valid, and unchanged, until ``Runtime.wait`` for this step returns. A
     sequence contributes the rows ``cu_q[b]:cu_q[b+1]``; its tokens are consecutive positions. ``block_tables`` rows are
     padded with 0. ``logit_index`` lists the rows (of ``T``) whose next token is wanted, in order of sequence.
+
+    An input id is ``UNKNOWN_TOKEN`` where it is drawn by a step that was still in flight: it is what was drawn last in
+    the sequence's slot, which only the runtime knows (:class:`~trtcb.executor.last_tokens.LastTokens`). Such a sequence
+    has one row.
+
+    ``copies`` are pairs of blocks, read and written. They come before all that the step writes, and all of them are
+    read before any is written; a destination occurs once.
     """
 
     input_ids: Int32  # [T]
@@ -68,8 +76,10 @@ class Batch:
     slot_mapping: Int32  # [T] block * block_size + offset
     cu_q: Int32  # [B + 1]
     block_tables: Int32  # [B, MB]
+    slots: npt.NDArray[np.intp]  # [B] below ``max_batch_size``
     logit_index: Int32  # [NL]
     sampling: SamplingRows  # [NL]
+    copies: Int32 = field(default_factory=lambda: np.zeros((0, 2), np.int32))  # [NC, 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +104,13 @@ class StepOutput:
 
 
 class Runtime(Protocol):
-    """A compiled engine on its device. Used by one thread. At most one step is in flight at depth 0.
+    """A compiled engine on its device. Used by one thread.
 
     ``num_blocks`` blocks of ``block_size`` tokens are owned by the runtime and addressed by the engine's block tables.
+
+    Up to ``overlap_depth + 1`` steps are in flight. They run strictly in the order of their launch: whatever a later
+    step reads or writes, it does after the earlier one is through. So blocks and slots may be given to a step while
+    another one still uses them, and a token that one draws is there for the next.
     """
 
     num_blocks: int
@@ -106,7 +120,10 @@ class Runtime(Protocol):
         """Start one step."""
 
     def wait(self) -> StepOutput:
-        """Finish the oldest launched step and return what it drew. Raises what went wrong on the device."""
+        """Finish the oldest launched step and return what it drew, in arrays that no later step touches.
+
+        Raises what went wrong on the device.
+        """
 
     def close(self) -> None:
-        """Free the device's memory. Idempotent."""
+        """Finish or drop what is in flight, and free the device's memory. Idempotent."""

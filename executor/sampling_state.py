@@ -65,7 +65,7 @@ class SamplingState:
             if self._is_counting_prompt:
                 self._list_prompt(seq.request.prompt_token_ids)
         self._count(seq.token_ids[self._num_seen :])
-        self._num_seen = seq.num_tokens
+        self._num_seen = len(seq.token_ids)
         return np.array(self._seen, np.int32), np.array(self._counts, np.int32)  # copies: a view would lock the array
 
     def _list_prompt(self, prompt: Items[int]) -> None:

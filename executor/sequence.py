@@ -17,11 +17,15 @@ class Sequence:
 
     There are no phases: a sequence has ``num_computed < num_tokens`` and each step computes some of the difference,
     whether it is a first prompt, the rest of one, what a prefix hit left over, or a restart after a pause.
+
+    ``num_computed`` and ``num_tokens`` count what steps in flight compute and draw, ``token_ids`` are those known.
     """
 
     __slots__ = (
         "arrival_s",
         "blocks",
+        "end_token_ids",
+        "ended",
         "first_scheduled_s",
         "first_token_s",
         "generating",
@@ -54,10 +58,11 @@ class Sequence:
         self.max_len = self.num_prompt_tokens + max_tokens
         self.number = 0  # of its arrival; the scheduler counts them
         self.rank: Rank = (-request.priority, 0.0, 0)  # place in the active list, given by the queue policy
+        self.ended = False  # a row of it that is still in flight is dropped
 
         self.slot = -1  # row of the slot table; -1 while nothing is held
         self.blocks: list[int] = []
-        self.room = 0  # tokens that still fit into `blocks`
+        self.room = 0  # tokens that it can still compute before it needs another block or is at its limit
         self.num_computed = 0
         self.generating = False
 
@@ -67,6 +72,7 @@ class Sequence:
         self.num_pauses = 0
         self.max_computed = 0  # most tokens it ever had computed: what lies below it after a pause is recomputation
 
+        self.end_token_ids: frozenset[int] = frozenset()
         self.text: TextOutput | None = None
         self.sampling: SamplingState | None = None  # None: its logits are drawn from as they are
         self.first_scheduled_s: float | None = None
@@ -83,12 +89,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
-        return len(self.token_ids)
+        """Prompt and output so far. Of a generating sequence, all but the last one are computed."""
+        return self.num_computed + 1 if self.generating else len(self.token_ids)
 
     @property
     def num_generated(self) -> int:
-        """Output tokens so far, over all pauses."""
+        """Output tokens known so far, over all pauses."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property

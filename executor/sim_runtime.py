@@ -8,10 +8,12 @@ Where logits matter, there are some: noise from the same hash, and above it the 
 
 import hashlib
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from trtcb.executor.last_tokens import LastTokens
 from trtcb.executor.request import SamplingParams
 from trtcb.executor.runtime import Batch, Float32, Int32, StepOutput
 from trtcb.executor.sim_logits import best_after_edits, edited, log_softmax, pseudo_logits, step_logprobs
@@ -34,22 +36,32 @@ class SimRuntime:
         self.healthy = True
         self._tokens = np.full((num_blocks, block_size), _HOLE, np.int32)
         self._positions = np.full((num_blocks, block_size), _HOLE, np.int32)
-        self._batch: Batch | None = None
+        self._batches: deque[Batch] = deque()
+        self._last_tokens = LastTokens()
 
     def launch(self, batch: Batch) -> None:
         """Start one step."""
-        if self._batch is not None:
-            raise RuntimeError("a step is in flight already: wait for it first")
-        self._batch = batch
+        self._batches.append(batch)
 
     def wait(self) -> StepOutput:
-        """Write the step's tokens into their blocks, then read every wanted row's context back and hash it."""
-        batch, self._batch = self._batch, None
-        if batch is None:
+        """Copy blocks, write the step's tokens into theirs, then read every wanted row's context back and hash it."""
+        if not self._batches:
             raise RuntimeError("no step is in flight: launch one first")
+        batch = self._batches.popleft()
         if self.step_time_s:
             time.sleep(self.step_time_s)
-        self._tokens.reshape(-1)[batch.slot_mapping] = batch.input_ids
+        output = self._run(batch)
+        self._last_tokens.drew(batch, output.tokens)
+        return output
+
+    def close(self) -> None:
+        """Free nothing; there is nothing."""
+
+    def _run(self, batch: Batch) -> StepOutput:
+        sources, destinations = batch.copies.T
+        self._tokens[destinations] = self._tokens[sources]
+        self._positions[destinations] = self._positions[sources]
+        self._tokens.reshape(-1)[batch.slot_mapping] = self._last_tokens.input_ids(batch)
         self._positions.reshape(-1)[batch.slot_mapping] = batch.positions
         rows = np.searchsorted(batch.cu_q, batch.logit_index, side="right") - 1
         favourites = [self._favourite(batch, index, row) for index, row in enumerate(rows.tolist())]
@@ -59,9 +71,6 @@ class SimRuntime:
         logits = [pseudo_logits(digest, token, self.vocab_size) for token, digest in favourites]
         tokens = np.array([edited(row, sampling.edits, index).argmax() for index, row in enumerate(logits)], np.int32)
         return StepOutput(tokens, step_logprobs(logits, tokens, sampling.num_logprobs))
-
-    def close(self) -> None:
-        """Free nothing; there is nothing."""
 
     def _favourite(self, batch: Batch, index: int, row: int) -> tuple[int, bytes]:
         length = int(batch.positions[batch.logit_index[index]]) + 1

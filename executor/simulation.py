@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from trtcb.errors import RequestError
+from trtcb.executor.answers import EndReader, Reader
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.core import EngineCore, Outcome
 from trtcb.executor.request import Request
@@ -28,6 +29,7 @@ class Simulation:
     finds when it arrives during a step is what it would find in serving: it waits for the next one.
     ``on_refused`` gets each request that can never be served, or found the queue full, with the reason.
     With ``max_concurrency``, no request is sent while so many are unfinished; its times count from when it is.
+    ``reader`` says what outcomes tell of tokens; nothing, unless asked: only ends.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Simulation:
         eos_token_id: int,
         on_refused: Callable[[Request, str], None],
         max_concurrency: int | None = None,
+        reader: Reader | None = None,
     ) -> None:
         self._core = EngineCore(
             runtime,
@@ -47,6 +50,7 @@ class Simulation:
             eos_token_ids=[eos_token_id],
             vocab_size=eos_token_id + 1,
             clock=clock,
+            reader=reader or EndReader(),
         )
         self._config = config
         self._clock = clock
@@ -73,8 +77,7 @@ class Simulation:
                 yield self._core.step()
 
     def _may_send(self) -> bool:
-        scheduler = self._core.scheduler
-        return self._max_concurrency is None or len(scheduler.running) + len(scheduler.waiting) < self._max_concurrency
+        return self._max_concurrency is None or self._core.num_unfinished < self._max_concurrency
 
     def _submit(self, request: Request, now_s: float) -> None:
         if self._max_concurrency is not None:

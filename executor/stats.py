@@ -30,11 +30,14 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step. ``num_*`` and ``*_blocks`` are the state after it; the token counts are what it added.
+    """One pass: at most one step is collected in it, be it launched there or, with overlap, in an earlier one.
+
+    ``num_*`` and ``*_blocks`` are the state after it; ``num_rows`` and the token counts are what the step added, while
+    pauses and ``prefix_*_tokens`` belong to the step that the pass scheduled.
 
     ``reserved_blocks`` are those that the running requests may still take until their limits. ``prompt_tokens`` were
     computed for the first time, ``recomputed_tokens`` again after a pause. ``prefix_*_tokens`` count prompts at their
-    first start. ``itl_s`` has one entry per token that was not its request's first. A pass that ran nothing has
+    first start. ``itl_s`` has one entry per token that was not its request's first. A pass that collected no step has
     ``num_rows == 0``.
     """
 

@@ -1,15 +1,26 @@
 """Gathers what happens during a pass and turns it into one frozen :class:`StepStats`."""
 
+from dataclasses import dataclass
+
 from trtcb.executor.request import FinishReason
 from trtcb.executor.scheduler import Scheduler, Step
 from trtcb.executor.sequence import Sequence
 from trtcb.executor.stats import FinishedRequest, StepStats
 
 
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What a step in flight computes."""
+
+    num_rows: int
+    prompt_tokens: int
+    recomputed_tokens: int
+
+
 class StepRecorder:
     """Counts for one engine core. :meth:`take` ends a pass and starts the next with zeros.
 
-    ``num_steps`` and ``num_audit_failures`` are totals.
+    What a step computes counts in the pass that collects it. ``num_steps`` and ``num_audit_failures`` are totals.
     """
 
     def __init__(self, policy: str, scheduler: Scheduler) -> None:
@@ -19,28 +30,35 @@ class StepRecorder:
         self._scheduler = scheduler
         self._reset()
 
-    def scheduled(self, step: Step, seconds: float) -> None:
-        """Take note of what a step is about to compute. Call it before the step is applied."""
-        self._num_rows = step.num_rows
+    def scheduled(self, step: Step, seconds: float) -> StepCounts:
+        """Take note of a scheduling pass, before the step is advanced. Returns what the step will compute."""
         self._num_pauses = len(step.paused)
-        self._prompt_tokens = step.prompt_tokens
-        self._recomputed_tokens = step.recomputed_tokens
-        if self._scheduler.prefix_cache.enabled:
-            new = [seq for seq in step.started if not seq.num_pauses]
-            self._prefix_query_tokens = sum(seq.num_prompt_tokens for seq in new)
-            self._prefix_hit_tokens = sum(seq.num_cached_tokens for seq in new)
+        has_cache = self._scheduler.prefix_cache.enabled
+        new = [seq for seq in step.started if not seq.num_pauses and (has_cache or seq.request.fork_group)]
+        self._prefix_query_tokens = sum(seq.num_prompt_tokens for seq in new)
+        self._prefix_hit_tokens = sum(seq.num_cached_tokens for seq in new)
         self._schedule_s = seconds
-        self._happened = step.num_rows > 0
+        self._happened |= step.num_rows > 0
+        return StepCounts(step.num_rows, step.prompt_tokens, step.recomputed_tokens)
 
-    def drew(self, seq: Sequence, now_s: float) -> None:
-        """Take note of a token."""
-        self._generated_tokens += 1
-        if seq.first_token_s is None:
+    def collected(self, counts: StepCounts) -> None:
+        """Take note that a step has run."""
+        self._num_rows = counts.num_rows
+        self._prompt_tokens = counts.prompt_tokens
+        self._recomputed_tokens = counts.recomputed_tokens
+        self._happened = True
+
+    def drew(self, sequences: list[Sequence], now_s: float) -> None:
+        """Take note of a token of each of these."""
+        self._generated_tokens += len(sequences)
+        first = {seq for seq in sequences if seq.first_token_s is None}
+        more = [seq for seq in sequences if seq not in first] if first else sequences
+        self._itl_s += [now_s - seq.last_token_s for seq in more]
+        for seq in first:
             seq.first_token_s = now_s
             self._ttft_s.append(now_s - seq.arrival_s)
-        else:
-            self._itl_s.append(now_s - seq.last_token_s)
-        seq.last_token_s = now_s
+        for seq in sequences:
+            seq.last_token_s = now_s
 
     def finished(self, seq: Sequence, reason: FinishReason, now_s: float) -> None:
         """Take note that a sequence ended."""
@@ -61,11 +79,11 @@ class StepRecorder:
         )
         self._happened = True
 
-    def step_failed(self) -> None:
-        """Take note that the runtime raised."""
+    def step_failed(self, counts: StepCounts) -> None:
+        """Take note that the runtime raised: its rows ran, but nothing came of it."""
+        self._num_rows = counts.num_rows
         self._step_errors += 1
-        # Nothing was computed after all.
-        self._prompt_tokens = self._recomputed_tokens = 0
+        self._happened = True
 
     def audit_failed(self, num_faults: int) -> None:
         """Take note that the pool's books were wrong."""
@@ -83,7 +101,7 @@ class StepRecorder:
         stats = StepStats(
             policy=self._policy,
             num_rows=self._num_rows,
-            num_running=len(scheduler.running),
+            num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting) - scheduler.num_paused,
             num_paused=scheduler.num_paused,
             free_blocks=pool.num_free - pool.num_cached,

@@ -31,19 +31,24 @@ class StepLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step, linear in its load. With ``base_s`` alone every step takes the same time."""
+    """Seconds of a step, linear in its load. With ``base_s`` alone every step takes the same time.
+
+    ``host_s`` is what the engine itself takes for a step, to schedule it, pack it and take its tokens in. It is not in
+    :meth:`seconds`, which are the device's.
+    """
 
     base_s: float
     per_token_s: float = 0.0
     per_sequence_s: float = 0.0
     per_context_token_s: float = 0.0
+    host_s: float = 0.0
 
     def __post_init__(self) -> None:
         if min(astuple(self)) < 0 or not sum(astuple(self)) > 0:
             raise UsageError(f"A step takes time: give {self} coefficients of at least 0, one of them above it.")
 
     def seconds(self, load: StepLoad) -> float:
-        """Time of one step."""
+        """Time of one step on the device."""
         return (
             self.base_s
             + self.per_token_s * load.tokens

@@ -1,6 +1,7 @@
 """Clocks that skip idle time, and the runtimes that make steps take virtual time and end where a script says."""
 
 import time
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -49,27 +50,28 @@ class BlankRuntime:
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._num_tokens: int | None = None
+        self._num_tokens: deque[int] = deque()
 
     def launch(self, batch: Batch) -> None:
         """Start one step."""
-        if self._num_tokens is not None:
-            raise RuntimeError("a step is in flight already: wait for it first")
-        self._num_tokens = len(batch.logit_index)
+        self._num_tokens.append(len(batch.logit_index))
 
     def wait(self) -> StepOutput:
-        """Finish it."""
-        count, self._num_tokens = self._num_tokens, None
-        if count is None:
+        """Finish the oldest."""
+        if not self._num_tokens:
             raise RuntimeError("no step is in flight: launch one first")
-        return StepOutput(np.zeros(count, np.int32))
+        return StepOutput(np.zeros(self._num_tokens.popleft(), np.int32))
 
     def close(self) -> None:
         """Free nothing; there is nothing."""
 
 
 class VirtualTimeRuntime:
-    """Runs steps on ``inner``, however long that takes, and moves a virtual clock by what ``step_time`` says."""
+    """Runs steps on ``inner``, however long that takes, and moves a virtual clock by what ``step_time`` says.
+
+    The device is a timeline: a step begins when it is launched and the one before it has ended. The host's time for a
+    step moves the clock when it is launched: the device waits for it, unless it has another step to run meanwhile.
+    """
 
     def __init__(self, inner: Runtime, clock: VirtualClock, step_time: StepTime) -> None:
         self.num_blocks = inner.num_blocks
@@ -77,18 +79,20 @@ class VirtualTimeRuntime:
         self._inner = inner
         self._clock = clock
         self._step_time = step_time
-        self._seconds = 0.0
+        self._ends_s: deque[float] = deque()  # of the steps in flight
+        self._free_s = 0.0  # when the device will have run them all
 
     def launch(self, batch: Batch) -> None:
-        """Start one step."""
-        self._seconds = self._step_time.seconds(StepLoad.of(batch))
+        """Let the host's time pass, and start one step."""
+        self._clock.advance(self._step_time.host_s)
         self._inner.launch(batch)
+        self._free_s = max(self._clock(), self._free_s) + self._step_time.seconds(StepLoad.of(batch))
+        self._ends_s.append(self._free_s)
 
     def wait(self) -> StepOutput:
-        """Finish it, and let its time pass."""
-        output = self._inner.wait()
-        self._clock.advance(self._seconds)
-        return output
+        """Finish the oldest, and let the time until its end pass."""
+        self._clock.jump_to(self._ends_s.popleft())
+        return self._inner.wait()
 
     def close(self) -> None:
         """Close ``inner``."""
@@ -96,7 +100,10 @@ class VirtualTimeRuntime:
 
 
 class TimedRuntime:
-    """Runs steps on ``inner`` and notes each one's load and real seconds, from launch to result."""
+    """Runs steps on ``inner`` and notes each one's load and real seconds, from launch to result.
+
+    What a step spent behind the one before it does not count.
+    """
 
     def __init__(self, inner: Runtime) -> None:
         self.num_blocks = inner.num_blocks
@@ -104,18 +111,21 @@ class TimedRuntime:
         self.loads: list[StepLoad] = []
         self.seconds: list[float] = []
         self._inner = inner
-        self._start_s = 0.0
+        self._starts_s: deque[float] = deque()
+        self._free_s = 0.0
 
     def launch(self, batch: Batch) -> None:
         """Start one step."""
         self.loads.append(StepLoad.of(batch))
-        self._start_s = time.perf_counter()
+        self._starts_s.append(time.perf_counter())
         self._inner.launch(batch)
 
     def wait(self) -> StepOutput:
-        """Finish it."""
+        """Finish the oldest."""
+        start_s = max(self._starts_s.popleft(), self._free_s)
         output = self._inner.wait()
-        self.seconds.append(time.perf_counter() - self._start_s)
+        self._free_s = time.perf_counter()
+        self.seconds.append(self._free_s - start_s)
         return output
 
     def close(self) -> None:
@@ -136,18 +146,19 @@ class ScriptedRuntime:
         self._inner = inner
         self._ends = ends
         self._end_token = end_token
-        self._is_end = np.zeros(0, np.bool_)
+        self._is_end: deque[npt.NDArray[np.bool_]] = deque()  # of the steps in flight
 
     def launch(self, batch: Batch) -> None:
         """Start one step."""
         sampling = batch.sampling
-        self._is_end = self._ends[sampling.seed.astype(np.intp)] == sampling.position
+        self._is_end.append(self._ends[sampling.seed.astype(np.intp)] == sampling.position)
         self._inner.launch(batch)
 
     def wait(self) -> StepOutput:
-        """Finish it, and put in the ends that are due."""
+        """Finish the oldest, and put in the ends that are due."""
+        is_end = self._is_end.popleft()
         output = self._inner.wait()
-        return StepOutput(np.where(self._is_end, np.int32(self._end_token), output.tokens), output.logprobs)
+        return StepOutput(np.where(is_end, np.int32(self._end_token), output.tokens), output.logprobs)
 
     def close(self) -> None:
         """Close ``inner``."""

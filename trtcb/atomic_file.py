@@ -15,9 +15,18 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise ``UsageError`` unless ``path`` is free or a regular file: a device, pipe or link must not be replaced."""
-    if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UsageError(f"'{path}' is not a regular file and will not be replaced: name a file to write")
+    """Raise ``UsageError`` unless ``path`` can be written: a device, pipe or link must not be replaced.
+
+    For finding out before hours of work, not after them.
+    """
+    try:
+        if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_file()):
+            raise UsageError(f"'{path}' is not a regular file and will not be replaced: name a file to write")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+    except OSError as error:  # such as a name that is too long
+        raise UsageError(f"'{str(path)[:60]}' cannot be written ({error}): name another file") from None
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"'{path}' cannot be written, because {folder} takes no files: name another folder")
 
 
 @contextmanager
@@ -30,7 +39,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """
     check_replaceable(path)
     folder = path.parent
-    temporary = folder / f".{path.name}.{secrets.token_hex(6)}.tmp"
+    temporary = folder / f".trtcb-{secrets.token_hex(6)}.tmp"  # of its own length, as the name may have the longest
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

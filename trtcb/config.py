@@ -139,6 +139,7 @@ class ServeConfig(BaseModel):
     priority_ageing_s: Seconds | None = None
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
     victim_policy: Literal["newest", "cheapest"] = "newest"
+    overlap_depth: Annotated[int, Field(ge=0, le=1)] = 0
 
     _policy = field_validator("scheduler_policy", "chunk_policy", "queue_policy", "victim_policy", mode="before")(
         _policy_name

@@ -87,6 +87,21 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
+def load_yaml(name: str, text: str) -> Any:
+    """Read YAML without aliases, through which a few lines can stand for gigabytes; raises ``UsageError``."""
+    try:
+        return yaml.load(text, Loader=_PlainLoader)  # noqa: S506 - a safe loader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or a number that is none
+        raise UsageError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from None
+
+
+class _PlainLoader(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not allowed, write the value out")
+        return super().compose_node(parent, index)
+
+
 def _preset(name: str) -> dict[str, Any]:
     known = preset_names()
     if name not in known:
@@ -105,10 +120,7 @@ def _text(path: Path) -> str:
 
 
 def _yaml(name: str, text: str) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from None
+    data = load_yaml(name, text)
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):

@@ -7,17 +7,20 @@ from pathlib import Path
 from trtcb.errors import UsageError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number for "none"
 
 
 def parse_size(text: str | int) -> int:
     """Bytes of ``"2GiB"``, ``"500 MB"``, ``"1.5g"`` (decimal without ``i``) or a number; raises ``UsageError``."""
-    if isinstance(text, int) and not isinstance(text, bool):
+    if isinstance(text, int) and not isinstance(text, bool) and abs(text) <= _NO_LIMIT:
         return text
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[2].upper() not in _UNITS:
-        raise UsageError(f"{text!r} is not a size: write a number of bytes or one with a unit, such as 512MiB or 2GiB.")
+        shown = text[:40] if isinstance(text, str) else "a huge number" if type(text) is int else repr(text)
+        raise UsageError(
+            f"'{shown}' is not a size: write a number of bytes or one with a unit, such as 512MiB or 2GiB."
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -19,7 +19,16 @@ from trtcb.plan_format import (
     TensorInfo,
     align,
 )
-from trtcb.spec import BuildLimits, KVDtype, ModelSpec, RopeScaling, WeightDtype
+from trtcb.spec import (
+    MAX_EOS_TOKENS,
+    MAX_ROPE_FACTOR,
+    MAX_ROPE_THETA,
+    BuildLimits,
+    KVDtype,
+    ModelSpec,
+    RopeScaling,
+    WeightDtype,
+)
 
 _MAX_TEXT = 4096
 _MAX_ENTRIES = 256
@@ -143,7 +152,7 @@ def _model(data: Any) -> ModelSpec:
     if data["head_dim"] % 2:
         raise FormatError("header field 'model.head_dim' is odd; rotary embedding needs pairs")
     _number(data["rms_norm_eps"], "model.rms_norm_eps", 0.0, 1.0)
-    _number(data["rope_theta"], "model.rope_theta", 1.0, 1e12)
+    _number(data["rope_theta"], "model.rope_theta", 1.0, MAX_ROPE_THETA)
     if data["rope_scaling"] is not None:
         _scaling(data["rope_scaling"])
     if not isinstance(data["tie_embeddings"], bool):
@@ -151,7 +160,7 @@ def _model(data: Any) -> ModelSpec:
     last_id = data["vocab_size"] - 1
     if data["bos_token_id"] is not None:
         _integer(data["bos_token_id"], "model.bos_token_id", 0, last_id)
-    for token in _list(data["eos_token_ids"], "model.eos_token_ids", _MAX_ENTRIES):
+    for token in _list(data["eos_token_ids"], "model.eos_token_ids", MAX_EOS_TOKENS):
         _integer(token, "model.eos_token_ids", 0, last_id)
     return ModelSpec.from_json(data)
 
@@ -160,7 +169,7 @@ def _scaling(data: Any) -> None:
     data = _object(data, "model.rope_scaling", _SCALING_FIELDS)
     _choice(data["kind"], "model.rope_scaling.kind", list(RopeScaling.__annotations__["kind"].__args__))
     for key in ("factor", "low_freq_factor", "high_freq_factor"):
-        _number(data[key], f"model.rope_scaling.{key}", 0.0, 1e9)
+        _number(data[key], f"model.rope_scaling.{key}", 0.0, MAX_ROPE_FACTOR)
     _integer(data["original_max_position"], "model.rope_scaling.original_max_position", 1, 1 << 28)
 
 

@@ -42,6 +42,11 @@ class KVDtype(str, Enum):
 
 SCALE_BYTES = 2  # fp16
 
+# Wide enough for any published Llama; what reads models and what reads plans hold to the same.
+MAX_ROPE_THETA = 1e12
+MAX_ROPE_FACTOR = 1e9
+MAX_EOS_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:

@@ -40,6 +40,13 @@ def allocate_pools(config: KernelConfig, num_blocks: int) -> PoolArrays:
     return {name: np.zeros(shape, dtype) for name, (shape, dtype) in pool_shapes(config, num_blocks).items()}
 
 
+def copy_blocks(arrays: PoolArrays, copies: npt.NDArray[np.int32]) -> None:
+    """Copy whole blocks ``[NC, 2]`` (read, written) of one layer, bit by bit; all are read before any is written."""
+    sources, destinations = copies.T
+    for array in arrays.values():
+        array[destinations] = array[sources]
+
+
 def to_portable(config: KernelConfig, arrays: PoolArrays) -> KVPools:
     """Copy into the portable layout, slot by slot, for tests and tools."""
 

@@ -46,7 +46,7 @@ def cache_folder() -> Path:
     """Find or create the user's folder of compiled kernels, mode 0700.
 
     Raises ``TargetUnavailableError`` if it belongs to somebody else or others may write to it. Where it cannot be
-    created (a read-only home), a temporary folder serves this process alone.
+    created or written to (a read-only home), a temporary folder serves this process alone.
     """
     folder = cache_root() / "kernels"
     try:
@@ -57,6 +57,9 @@ def cache_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="trtcb-kernels-"))
     for path in (folder.parent, folder):
         _check_private(path)
+    if not os.access(folder, os.W_OK):
+        logger.warning("Kernels are compiled anew at each start, because %s is read-only", folder)
+        return Path(tempfile.mkdtemp(prefix="trtcb-kernels-"))
     return folder
 
 

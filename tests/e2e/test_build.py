@@ -125,7 +125,7 @@ def test_export_writes_a_graph_and_its_weights(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = trtcb("build", *MODEL, "-o", tmp_path / "file" / "x.plan")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in result.stderr
 

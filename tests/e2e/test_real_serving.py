@@ -12,6 +12,12 @@ from trtcb.executor.llm import AsyncLLM
 
 pytestmark = pytest.mark.model
 
+STORY = (
+    "The ferry was late again, and the five people on the pier had stopped pretending not to look at each other. An "
+    "old man in a green coat fed the gulls from a paper bag. Two sisters argued about a map that neither of them could "
+    "read. A boy counted the boats, lost count, and began once more, while his mother wrote a letter on her knee. Far "
+    "out, where the water turned from grey to silver, something large rose slowly, looked around, and went down. Then"
+)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -29,6 +35,7 @@ async def test_the_openai_client_works_on_the_real_model(smollm2_plan):
         await check_logprobs(api, model)
         await check_penalty(api, model)
         await check_n(api, model)
+        await check_n_answers_are_those_of_their_seeds(api, model, llm)
         await check_cancelled_stream(api, model, llm)
 
 
@@ -99,6 +106,31 @@ async def check_n(api, model):
     )
     assert len({choice.text for choice in answer.choices}) == 3
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 24)
+
+
+async def check_n_answers_are_those_of_their_seeds(api, model, llm):
+    """Forked answers are those that the seeds give alone, and the prompt is computed once for all of them."""
+    steps = []
+    llm.observe_steps(steps.append)
+    asked = {"model": model, "prompt": STORY, "max_tokens": 12, "temperature": 1.2}
+
+    def options(salt: str) -> dict:
+        return {"min_tokens": 12, "cache_salt": salt}  # nothing is found that another call has computed
+
+    together = await api.completions.create(**asked, n=4, seed=21, extra_body=options("together"))
+    computed = sum(step.prompt_tokens for step in steps)
+    hits = sum(step.prefix_hit_tokens for step in steps)
+    alone = [
+        await api.completions.create(**asked, seed=21 + index, extra_body=options(f"alone {index}"))
+        for index in range(4)
+    ]
+    assert [choice.text for choice in together.choices] == [answer.choices[0].text for answer in alone]
+    assert len({choice.text for choice in together.choices}) == 4
+    length = together.usage.prompt_tokens
+    assert 90 < length < 128
+    assert (computed, hits) == (length + 3, 3 * (length - 1))
+    assert together.usage.prompt_tokens_details.cached_tokens == 0  # the prompt is counted once, and was computed
+    assert sum(step.prompt_tokens for step in steps) == computed + 4 * length
 
 
 async def check_cancelled_stream(api, model, llm):

@@ -1,6 +1,7 @@
 """Penalties, biases, min_tokens, logprobs and n over HTTP, with the official client, on the runtime without a model."""
 
 import math
+import threading
 
 import openai
 import pytest
@@ -169,16 +170,33 @@ async def test_n_answers_differ_by_their_seed_and_share_the_prompt(stream):
     assert (count.prompt_tokens, count.completion_tokens) == (65, 72)
 
 
-async def test_n_answers_compute_their_prompt_once():
-    steps = []
-    llm = wide_engine()
+@pytest.mark.parametrize("prefix_caching", [False, True])
+async def test_n_answers_compute_their_prompt_once(prefix_caching, monkeypatch):
+    steps, all_sent = [], threading.Event()
+    all_sent.set()
+
+    class Held(SimRuntime):
+        def wait(self):
+            assert all_sent.wait(60)
+            return super().wait()
+
+    llm = engine(Held(num_blocks=256, block_size=16, vocab_size=VOCAB_SIZE), prefix_caching=prefix_caching)
     llm.observe_steps(steps.append)
+    submit = llm.engine.submit
+
+    def submit_and_tell(request):
+        submit(request)
+        if request.request_id.endswith("-4"):
+            all_sent.set()
+
     async with served(llm) as server, client(server) as api:
         before = sum(step.prompt_tokens for step in steps)
+        monkeypatch.setattr(llm.engine, "submit", submit_and_tell)
+        all_sent.clear()  # otherwise the first may be through with its four tokens before the last is there
         answer = await api.completions.create(model="fake", prompt="y" * 100, max_tokens=4, n=5, temperature=0)
-    # six whole blocks once, and of the rest each answer its own four tokens
-    assert sum(step.prompt_tokens for step in steps) - before == 96 + 5 * 4
-    assert sum(step.prefix_hit_tokens for step in steps) == 4 * 96
+    # the prompt once, and of the others each its last token
+    assert sum(step.prompt_tokens for step in steps) - before == 100 + 4
+    assert sum(step.prefix_hit_tokens for step in steps) == 4 * 99
     assert [choice.text for choice in answer.choices] == [answer.choices[0].text] * 5
 
 

@@ -64,6 +64,8 @@ SETTINGS = {
         "max_num_tokens": 64,
         "prefix_caching": False,
     },
+    "overlap": {"overlap_depth": 1},
+    "overlap, pauses": {"overlap_depth": 1, "scheduler_policy": "max_utilization", "num_blocks": 10},
 }
 
 

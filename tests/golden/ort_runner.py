@@ -52,6 +52,7 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> Batch:
         slot_mapping=slots.astype(np.int32),
         cu_q=cu_q.astype(np.int32),
         block_tables=tables,
+        slots=np.arange(len(chunks)),
         logit_index=logit_index,
         sampling=_greedy(len(logit_index)),
     )

@@ -27,22 +27,54 @@ class Reference:
         everybody = [*self.scheduler.running, *self.scheduler.waiting]
         self.active = sorted(everybody, key=lambda s: s.rank)
         self.kept_free = math.ceil(self.watermark * self.scheduler.pool.num_blocks)
-        self.holders = Counter(block for seq in self.active for block in seq.blocks)
+        # Who will be at its limit by a step in flight is not scheduled again, but still has its place and blocks.
+        ending = [seq for seq in self.scheduler.settling if seq.started]
+        self.max_requests -= len(ending)
+        self.holders = Counter(block for seq in self.active + ending for block in seq.blocks)
+        self.holders.update(self.scheduler.siblings.held_blocks())
         self.free = self.scheduler.pool.num_blocks - len(self.holders)
-        self.in_work = {self.next_block(seq) for seq in self.active if seq.started and not seq.generating} - {None}
+        computing = [seq for seq in self.active if seq.started and not seq.generating]
+        for flight in self.scheduler._in_flight:
+            computing += [seq for seq, _ in flight.step.chunks if seq.started]
+        self.in_work = {self.next_block(seq) for seq in computing} - {None}
+        # What is in work, and offered, the world checks.
+        self.prompts_in_work = {self.prompt(seq) for seq in self.active if self.scheduler.siblings.in_work(seq)}
         getattr(self, self.policy)()
 
     def next_block(self, seq: Sequence) -> tuple | None:
         """Salt and tokens up to the end of the first full block of the prompt that is not cached."""
         if not self.prefix_caching:
             return None
-        num_cached = seq.num_computed // self.block_size if seq.started else len(self.cached(seq))
-        if num_cached >= (len(seq.token_ids) - 1) // self.block_size:
+        num_cached = len(self.cached(seq))
+        if seq.started and num_cached != seq.num_published:
+            return None  # its beginning is lost: it will never be published
+        if num_cached >= (seq.num_tokens - 1) // self.block_size:
             return None
         return (seq.request.cache_salt, *seq.token_ids[: (num_cached + 1) * self.block_size])
 
     def cached(self, seq: Sequence) -> list[int]:
+        source = self.source(seq)
+        if source is not None:
+            return source.blocks[: (seq.num_prompt_tokens - 1) // self.block_size]
         return self.scheduler.prefix_cache.match(seq)
+
+    def prompt(self, seq: Sequence) -> tuple | None:
+        """What siblings have in common, where more than one token of it can be shared."""
+        request = seq.request
+        if not request.fork_group or len(request.prompt_token_ids) == 1:
+            return None
+        return (request.fork_group, request.cache_salt, *request.prompt_token_ids)
+
+    def source(self, seq: Sequence) -> Sequence | None:
+        """The sibling that ``seq`` would fork from, if it never ran."""
+        offered = self.scheduler.siblings.sources(seq)
+        return next((other for other in offered if other not in self.paused), None)
+
+    def copied(self, seq: Sequence) -> list[int]:
+        """The block that a start of ``seq`` would hold in order to copy it."""
+        source = self.source(seq)
+        num_full, tail = divmod(seq.num_prompt_tokens - 1, self.block_size)
+        return [source.blocks[num_full]] if source is not None and tail else []
 
     def num_in_use(self, seq: Sequence) -> int:
         return sum(self.holders[block] > 0 for block in self.cached(seq))
@@ -56,12 +88,12 @@ class Reference:
 
     def blocks_this_step(self, seq: Sequence) -> int:
         if not seq.started:
-            return self.ceil(len(seq.token_ids)) - self.num_in_use(seq)
+            return self.ceil(seq.num_tokens) - self.num_in_use(seq)
         if not seq.generating:
             return 0
         if len(seq.blocks) * self.block_size > seq.num_computed:
             return 0  # a step that failed has taken it already
-        past = len(seq.token_ids) - 1
+        past = seq.num_tokens - 1
         return self.ceil(past + 1) - self.ceil(past)
 
     def take(self, seq: Sequence) -> None:
@@ -69,10 +101,14 @@ class Reference:
         self.fitting.append(seq)
         if not seq.started:
             self.in_work |= {self.next_block(seq)} - {None}
-            self.holders.update(block for block in self.cached(seq) if self.holders[block] > 0)
+            self.prompts_in_work |= {self.prompt(seq)} - {None}
+            held = self.cached(seq) + self.copied(seq)
+            self.holders.update(block for block in held if self.holders[block] > 0)
 
     def is_skipped(self, seq: Sequence) -> bool:
-        return not seq.started and self.next_block(seq) in self.in_work
+        if seq.started or self.source(seq) is not None:
+            return False
+        return self.next_block(seq) in self.in_work or (not seq.num_pauses and self.prompt(seq) in self.prompts_in_work)
 
     def guaranteed_no_evict(self) -> None:
         self._pass_1()
@@ -157,7 +193,7 @@ class Reference:
             return candidates[-1]
 
         def price(seq: Sequence) -> tuple:
-            is_nearly_done = seq.max_len - len(seq.token_ids) <= self.block_size
+            is_nearly_done = seq.max_len - seq.num_tokens <= self.block_size
             return (seq.request.priority, is_nearly_done, seq.num_computed, -candidates.index(seq))
 
         return min(candidates, key=price)

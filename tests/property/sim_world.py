@@ -10,7 +10,7 @@ import numpy as np
 from tests.property.reference_policies import Reference
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.core import EngineCore
-from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams
+from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams, fan_out
 from trtcb.executor.runtime import Batch, StepOutput
 from trtcb.executor.sequence import Sequence
 from trtcb.executor.sim_runtime import SimRuntime, expected_logprobs, expected_tokens
@@ -24,12 +24,15 @@ class FaultyRuntime(SimRuntime):
 
     fault: tuple[str, int] | None = None
     victim: int | None = None  # batch row that the last fault hit
+    num_copies: int = 0
+    num_failed_copies: int = 0  # of steps that failed because of one row, so that others repeat them
 
     def wait(self) -> StepOutput:
-        batch: Batch | None = self._batch
+        batch: Batch | None = self._batches[0]
         output = super().wait()
         tokens = output.tokens
         fault, self.fault = self.fault, None
+        self.num_copies += 0 if batch is None else len(batch.copies)
         if fault is None or batch is None:
             return output
         kind, number = fault
@@ -40,6 +43,7 @@ class FaultyRuntime(SimRuntime):
             self.victim = int(np.searchsorted(batch.cu_q, batch.logit_index[index], side="right")) - 1
             tokens[index] = -1
         elif kind == "row":
+            self.num_failed_copies += len(batch.copies)
             error = RuntimeError("injected")
             error.request_index = self.victim = number % (len(batch.cu_q) - 1)
             raise error
@@ -65,6 +69,8 @@ class World:
     num_hit_tokens: int = 0
     num_steps: int = 0
     num_stopped_by_text: int = 0
+    num_counted: int = 0  # tokens, by the records of the passes
+    num_dropped: int = 0  # rows whose request had ended before they were collected
 
     def __post_init__(self) -> None:
         self.runtime = FaultyRuntime(
@@ -107,6 +113,7 @@ class World:
 
         outcome = self.core.step()
         self.num_steps += 1
+        self.num_dropped += sum(seq.ended for flight in self.core._in_flight for seq in flight.step.drawing)
         for delta in outcome.deltas:
             self.deltas[delta.request_id].append(delta)
         if outcome.stats is not None:
@@ -114,9 +121,20 @@ class World:
             self.num_hit_tokens += outcome.stats.prefix_hit_tokens
             assert outcome.stats.audit_failures == 0
             assert outcome.stats.num_rows <= self.config.max_batch_size
+            assert len(outcome.stats.ttft_s) + len(outcome.stats.itl_s) == outcome.stats.generated_tokens
+            self.num_counted += outcome.stats.generated_tokens
             spent = outcome.stats.prompt_tokens + outcome.stats.recomputed_tokens
             assert spent <= min(self.config.max_num_tokens, self.config.max_prefill_tokens or spent)
         self.check()
+
+    def _offered(self) -> list[Sequence]:
+        """Everybody whom a sibling that waits may fork from; they are siblings indeed."""
+        offers = [(seq, source) for seq in self.scheduler.waiting for source in self.scheduler.siblings.sources(seq)]
+        for seq, source in offers:
+            assert seq.request.fork_group == source.request.fork_group != ""
+            assert seq.request.prompt_token_ids == source.request.prompt_token_ids
+            assert seq.request.cache_salt == source.request.cache_salt
+        return [source for _, source in offers]
 
     def _reference(self) -> Reference:
         return Reference(
@@ -133,12 +151,24 @@ class World:
         assert self.scheduler.pool.is_consistent()
         assert self.scheduler.audit() == []
         assert self.scheduler.running == sorted(self.scheduler.running)
-        assert self.scheduler.waiting == sorted(self.scheduler.waiting)
+        assert list(self.scheduler.waiting) == sorted(self.scheduler.waiting)
         assert self.scheduler.num_paused == sum(seq.num_pauses > 0 for seq in self.scheduler.waiting)
         for seq in self.scheduler.running:
-            assert seq.room == len(seq.blocks) * self.config.block_size - seq.num_computed
+            capacity = min(len(seq.blocks) * self.config.block_size, seq.max_len - 1)
+            assert seq.room == capacity - seq.num_computed
             assert seq.room >= 0
+        for seq in [*self.scheduler.running, *self.scheduler.waiting]:
+            assert len(seq.token_ids) <= seq.num_tokens <= len(seq.token_ids) + self.config.overlap_depth
         for seq in self.scheduler.waiting:
+            if self.scheduler.siblings.in_work(seq):
+                holding = [*self.scheduler.running, *(s for s in self.scheduler.settling if s.started)]
+                siblings = [s for s in holding if s.request.fork_group == seq.request.fork_group]
+                assert any(not s.generating or self.scheduler._is_in_flight(s) for s in siblings)
+        for seq in self._offered():
+            assert seq.started
+            assert seq.num_computed >= seq.num_prompt_tokens - 1
+        for seq in self.scheduler.waiting:
+            assert seq.num_tokens == len(seq.token_ids)
             assert (seq.slot, seq.blocks, seq.num_computed) == (-1, [], 0)
         if self.config.scheduler_policy != "max_utilization":
             generating = [seq for seq in self.scheduler.running if seq.generating]
@@ -162,9 +192,14 @@ class World:
         assert self.scheduler.pool.num_free == self.num_blocks
         assert self.scheduler.num_free_slots == self.config.max_batch_size
         assert self.scheduler.reserved_blocks == 0
+        assert not self.scheduler.siblings._groups
+        assert not self.scheduler.siblings._group_of
+        assert not self.scheduler.siblings._owed
         if self.config.queue_policy == "wfq":
             assert self.scheduler._queue._tags == {}
+        assert self.scheduler.settling == {}
         assert self.core.recorder.num_audit_failures == 0
+        assert self.num_counted == sum(len(delta.token_ids) for deltas in self.deltas.values() for delta in deltas)
         for request_id, request in self.requests.items():
             check_answer(request, self.deltas[request_id], self.config)
             last = self.deltas[request_id][-1]
@@ -230,6 +265,7 @@ def random_config(rng: random.Random, policy: str, max_len: int) -> EngineConfig
         max_seq_len=max_len,
         chunked_prefill=chunked,
         prefix_caching=rng.random() < 0.6,
+        overlap_depth=rng.choice([0, 1]),
         **options,
     )
 
@@ -270,6 +306,26 @@ def with_random_stops(rng: random.Random, request: Request) -> Request:
     """The same request, with stop strings as often as not; they need an engine with a tokenizer."""
     stops = rng.choice([(), (), ("a", "ba"), ("bc", "cbc", "kk"), tuple("efgh")])
     return replace(request, params=replace(request.params, stop=stops))
+
+
+def with_siblings(rng: random.Random, requests: list[Request]) -> list[Request]:
+    """Some requests become several answers to their prompt, which may end and be drawn differently; names lie at times.
+
+    A liar is in the same group, with another prompt or salt.
+    """
+    answers: list[Request] = []
+    for request in requests:
+        count = rng.choice([1, 1, 2, 3, 5])
+        for one in fan_out(request, count):
+            params = one.params
+            max_tokens = max(params.min_tokens, rng.randint(1, params.max_tokens or 1))
+            one = replace(one, params=replace(params, max_tokens=max_tokens))
+            if count > 1 and rng.random() < 0.1:
+                one = replace(one, prompt_token_ids=(*one.prompt_token_ids[:-1], rng.randrange(VOCAB_SIZE)))
+            elif count > 1 and rng.random() < 0.1:
+                one = replace(one, cache_salt="third")
+            answers.append(one)
+    return answers
 
 
 def random_requests(rng: random.Random, count: int) -> list[Request]:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from tests.property.sim_world import VOCAB_SIZE, World, random_options
 from trtcb.executor.config import EngineConfig
-from trtcb.executor.request import Request, SamplingParams
+from trtcb.executor.request import Request, SamplingParams, fan_out
 
 MAX_LEN = 40
 STEMS = ((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))
@@ -28,10 +28,21 @@ class Machine(RuleBasedStateMachine):
         batch=st.integers(1, 5),
         extra_tokens=st.integers(0, 12),
         extra_blocks=st.integers(0, 12),
+        overlap_depth=st.sampled_from([0, 1]),
         options=st.integers(0, 1 << 20),
     )
     def build(
-        self, policy, chunk_policy, chunked, prefix_caching, block_size, batch, extra_tokens, extra_blocks, options
+        self,
+        policy,
+        chunk_policy,
+        chunked,
+        prefix_caching,
+        block_size,
+        batch,
+        extra_tokens,
+        extra_blocks,
+        overlap_depth,
+        options,
     ):
         config = EngineConfig(
             scheduler_policy=policy,
@@ -42,6 +53,7 @@ class Machine(RuleBasedStateMachine):
             max_seq_len=MAX_LEN,
             chunked_prefill=chunked,
             prefix_caching=prefix_caching,
+            overlap_depth=overlap_depth,
             **random_options(random.Random(options), policy, least=block_size if chunked else None),
         )
         self.world = World(config, -(-MAX_LEN // block_size) + extra_blocks)
@@ -54,11 +66,14 @@ class Machine(RuleBasedStateMachine):
         priority=st.sampled_from([0.1, 0.5, 0.9]),
         salt=st.sampled_from(["", "other"]),
         tenant=st.sampled_from(["", "a", "b"]),
+        count=st.sampled_from([1, 1, 2, 4]),
     )
-    def submit(self, stem, rest, max_tokens, seed, priority, salt, tenant):
+    def submit(self, stem, rest, max_tokens, seed, priority, salt, tenant, count):
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0 if seed is None else 1.0, seed=seed)
         name = f"r{len(self.world.requests)}"
-        self.world.submit(Request(name, (*stem, *rest), params, priority=priority, cache_salt=salt, tenant=tenant))
+        request = Request(name, (*stem, *rest), params, priority=priority, cache_salt=salt, tenant=tenant)
+        for answer in fan_out(request, count):
+            self.world.submit(answer)
 
     @rule(count=st.integers(1, 5))
     def step(self, count):

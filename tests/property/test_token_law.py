@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.property.sim_world import World, random_config, random_requests, with_random_stops
+from tests.property.sim_world import World, random_config, random_requests, with_random_stops, with_siblings
 from trtcb.executor.config import EngineConfig
+from trtcb.executor.request import fan_out
 
 
 @pytest.fixture(autouse=True)
@@ -18,10 +19,17 @@ def _quiet(caplog):
 POLICIES = ["guaranteed_no_evict", "max_utilization", "static_batch"]
 
 
-def run(seed: int, policy: str) -> World:
-    """One random workload with arrivals, aborts, forced pauses and injected faults."""
+def run(seed: int, policy: str, *, num_answers: int = 0) -> World:
+    """One random workload with arrivals, aborts, forced pauses and injected faults.
+
+    With ``num_answers``, each prompt gets so many, and steps fail often, each because of one row.
+    """
     rng = random.Random(f"{policy}/{seed}")
     requests = [with_random_stops(rng, request) for request in random_requests(rng, rng.randint(2, 12))]
+    if num_answers:
+        requests = [answer for one in requests for answer in fan_out(one, num_answers)]
+    elif rng.random() < 0.5:
+        requests = with_siblings(rng, requests)
     longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests)
     config = random_config(rng, policy, longest)
     least = -(-longest // config.block_size)
@@ -38,8 +46,9 @@ def run(seed: int, policy: str) -> World:
             world.abort(rng.choice(live))
         if rng.random() < pause and world.num_steps < 100:  # for ever, they would leave no time to get anywhere
             world.force_pause(rng.randrange(100))
-        if rng.random() < fault / 3:
-            world.runtime.fault = (rng.choice(["row", "nan", "batch"]), rng.randrange(100))
+        if rng.random() < (0.3 if num_answers else fault / 3):
+            kinds = ["row"] if num_answers else ["row", "nan", "batch"]
+            world.runtime.fault = (rng.choice(kinds), rng.randrange(100))
         world.step()
         assert world.num_steps < 3000, "no end in sight"
     world.finish()
@@ -54,8 +63,18 @@ def test_tokens_equal_the_solo_run(policy):
     # A run of the law that never meets what it is about would prove nothing.
     assert sum(world.num_stopped_by_text for world in worlds) > 200
     assert sum(world.num_hit_tokens for world in worlds) > 1000
+    if policy != "static_batch":  # which starts siblings at the same time, so that there is nothing to copy yet
+        assert sum(world.runtime.num_copies for world in worlds) > 100
+    assert sum(world.num_dropped for world in worlds) > 100
     if policy == "max_utilization":
         assert sum(world.num_pauses for world in worlds) > 200
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+def test_forks_survive_the_failure_of_the_step_that_copies(policy):
+    worlds = [run(seed, policy, num_answers=4) for seed in range(5000, 5100)]
+    assert sum(world.runtime.num_copies for world in worlds) > 100
+    assert sum(world.runtime.num_failed_copies for world in worlds) > 20
 
 
 @pytest.mark.slow

@@ -4,6 +4,18 @@ from trtcb.executor.config import EngineConfig
 from trtcb.executor.request import Request, SamplingParams
 from trtcb.executor.scheduler import Scheduler, Step
 from trtcb.executor.sequence import Sequence
+from trtcb.executor.waiting_list import WaitingList
+
+
+class WatchedList(WaitingList):
+    """Counts what is looked at."""
+
+    looked_at = 0
+
+    def __iter__(self):
+        for seq in super().__iter__():
+            self.looked_at += 1
+            yield seq
 
 
 class Bench:
@@ -34,8 +46,9 @@ class Bench:
     def step(self, token: int = 1) -> dict[str, int]:
         step = self.schedule()
         rows = {seq.request_id: 1 for seq in step.decodes} | {seq.request_id: size for seq, size in step.chunks}
-        drawing = step.drawing()
-        self.scheduler.apply(step, [token] * len(drawing))
+        drawing = step.drawing
+        self.scheduler.advance(step)
+        self.scheduler.collect([token] * len(drawing))
         for seq in drawing:
             if seq.is_at_limit:
                 self.scheduler.remove(seq)
@@ -46,3 +59,10 @@ class Bench:
 
     def waiting(self) -> list[str]:
         return [seq.request_id for seq in self.scheduler.waiting]
+
+    def watch(self) -> WatchedList:
+        watched = WatchedList()
+        for seq in self.scheduler.waiting:
+            watched.add(seq)
+        self.scheduler.waiting = watched
+        return watched

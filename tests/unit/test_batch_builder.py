@@ -10,7 +10,7 @@ from trtcb.executor.admission import Admission
 from trtcb.executor.batch_builder import BatchBuilder
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.request import Request, SamplingParams
-from trtcb.executor.runtime import Batch
+from trtcb.executor.runtime import UNKNOWN_TOKEN, Batch
 from trtcb.executor.scheduler import Scheduler, Step
 from trtcb.executor.sequence import Sequence
 
@@ -21,7 +21,7 @@ def expected(step: Step, block_size: int) -> dict[str, np.ndarray | list]:
     rows = [(seq, 1) for seq in step.decodes] + step.chunks
     for seq, size in rows:
         for position in range(seq.num_computed, seq.num_computed + size):
-            ids.append(seq.token_ids[position])
+            ids.append(seq.token_ids[position] if position < len(seq.token_ids) else UNKNOWN_TOKEN)
             positions.append(position)
             slots.append(seq.blocks[position // block_size] * block_size + position % block_size)
         cu_q.append(len(ids))
@@ -62,9 +62,10 @@ def check(batch: Batch, step: Step, block_size: int) -> None:
     assert [tuple(row) for row in rows] == wanted
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization", "static_batch"])
-def test_batches_match_their_sequences_through_pauses_ends_and_failed_steps(policy):
-    num_repeated = num_pauses = 0
+def test_batches_match_their_sequences_through_pauses_ends_and_failed_steps(policy, depth):
+    num_repeated = num_pauses = num_unknown = 0
     for seed in range(40):
         rng = random.Random(seed)
         requests = random_requests(rng, 8)
@@ -74,20 +75,31 @@ def test_batches_match_their_sequences_through_pauses_ends_and_failed_steps(poli
         scheduler, builder = Scheduler(config, num_blocks), BatchBuilder(config, num_blocks)
         for request in requests:
             scheduler.add(Admission(config, num_blocks, 1000, None).sequence(request, 0.0))
+        in_flight: list[Step] = []
         while scheduler.has_work:
             step = scheduler.schedule()
             num_pauses += len(step.paused)
-            check(builder.build(step), step, config.block_size)
+            if step.num_rows:
+                batch = builder.build(step)
+                check(batch, step, config.block_size)
+                num_unknown += int((batch.input_ids == UNKNOWN_TOKEN).sum())
+                scheduler.advance(step)
+                in_flight.append(step)
             if rng.random() < 0.1:
-                num_repeated += 1
-                continue  # the step failed: its rows come again
-            drawing = step.drawing()
-            tokens = np.array([rng.randrange(1000) for _ in drawing], np.int32)
-            builder.advance(step, tokens)
-            scheduler.apply(step, tokens.tolist())
-            for seq in drawing:
-                if seq.is_at_limit:
-                    scheduler.remove(seq)
+                num_repeated += 1  # what is in flight failed: its rows come again
+                in_flight.clear()
+                scheduler.rollback()
+                builder.rollback(scheduler.running)
+            elif len(in_flight) > (depth if step.num_rows else 0):
+                drawing = in_flight.pop(0).drawing
+                tokens = np.array([rng.randrange(1000) for _ in drawing], np.int32)
+                builder.learn(tokens)
+                scheduler.collect(tokens.tolist())
+                for seq in drawing:
+                    if seq.is_at_limit:
+                        scheduler.remove(seq)
+            assert scheduler.audit() == []
+    assert (num_unknown > 1000) == (depth > 0)
     assert num_repeated > 100
     assert num_pauses > 20 or policy != "max_utilization"
 
@@ -103,9 +115,10 @@ def test_arrays_of_a_step_are_not_touched_by_the_next():
         step = scheduler.schedule()
         batch = builder.build(step)
         kept.append((batch, expected(step, 4)))
-        tokens = np.arange(len(step.drawing()), dtype=np.int32)
-        builder.advance(step, tokens)
-        scheduler.apply(step, tokens.tolist())
+        tokens = np.arange(len(step.drawing), dtype=np.int32)
+        scheduler.advance(step)
+        builder.learn(tokens)
+        scheduler.collect(tokens.tolist())
     for batch, want in kept:
         assert batch.input_ids.tolist() == want["input_ids"]
         assert batch.positions.tolist() == want["positions"]

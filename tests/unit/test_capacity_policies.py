@@ -126,8 +126,9 @@ class TestNoEvict:
             step = bench.schedule()
             assert step.paused == []
             assert step.num_rows > 0
-            drawing = step.drawing()
-            bench.scheduler.apply(step, [1] * len(drawing))
+            drawing = step.drawing
+            bench.scheduler.advance(step)
+            bench.scheduler.collect([1] * len(drawing))
             for seq in drawing:
                 if seq.is_at_limit:
                     bench.scheduler.remove(seq)
@@ -203,8 +204,9 @@ class TestPrefixes:
         bench = Bench("guaranteed_no_evict", 100, prefix_caching=True)
         seq = bench.add("a", 25, 5)
         step = bench.schedule()
-        bench.scheduler.apply(step, [-1])
-        assert seq.num_tokens == 25
+        bench.scheduler.advance(step)
+        bench.scheduler.collect([-1])
+        assert len(seq.token_ids) == 25
         assert bench.scheduler.pool.lookup(seq.keys[0]) is None
 
     def test_a_victim_that_shares_its_blocks_frees_only_its_own(self):
@@ -274,7 +276,8 @@ class TestPause:
         for _ in range(3):
             step = bench.schedule()
             counts.append((step.prompt_tokens, step.recomputed_tokens))
-            bench.scheduler.apply(step, [1] * len(step.drawing()))
+            bench.scheduler.advance(step)
+            bench.scheduler.collect([1] * len(step.drawing))
         assert counts == [(0, 20), (20, 0), (10, 0)]
         assert seq.num_generated == 1
 
@@ -306,30 +309,20 @@ def test_the_audit_finds_lost_slots_and_reservations():
 def test_a_pass_costs_nothing_per_waiting_request():
     """Counts what a pass looks at, as times would be noise."""
 
-    class Watched(list):
-        looked_at = 0
-
-        def __iter__(self):
-            for item in super().__iter__():
-                Watched.looked_at += 1
-                yield item
-
     for policy in ("guaranteed_no_evict", "max_utilization", "static_batch"):
         bench = Bench(policy, 1000, max_batch_size=4, prefix_caching=True)
         for number in range(500):
             bench.add(f"r{number}", 10, 30)
         bench.step()
-        bench.scheduler.waiting = Watched(bench.scheduler.waiting)
-        Watched.looked_at = 0
+        watched = bench.watch()
         bench.step()
-        assert Watched.looked_at <= 1, policy
+        assert watched.looked_at <= 1, policy
 
         # Nor if all that wait would wait for one prefix anyway.
         bench = Bench(policy, 1000, max_batch_size=1, max_num_tokens=20, prefix_caching=True)
         for number in range(500):
             bench.add(f"r{number}", 50, 30, prompt=tuple(range(50)))
         bench.step()
-        bench.scheduler.waiting = Watched(bench.scheduler.waiting)
-        Watched.looked_at = 0
+        watched = bench.watch()
         bench.step()
-        assert Watched.looked_at <= 1, policy
+        assert watched.looked_at <= 1, policy

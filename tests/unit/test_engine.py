@@ -102,8 +102,10 @@ def _quiet(caplog):
     caplog.set_level(logging.CRITICAL + 1, logger="trtcb")
 
 
-def test_many_threads_submit_and_everybody_gets_the_solo_answer(harness):
-    h = harness(scheduler_policy="max_utilization", runtime=Gated(num_blocks=14), max_queue_size=1000)
+@pytest.mark.parametrize("overlap_depth", [0, 1])
+def test_many_threads_submit_and_everybody_gets_the_solo_answer(harness, overlap_depth):
+    settings = {"scheduler_policy": "max_utilization", "max_queue_size": 1000, "overlap_depth": overlap_depth}
+    h = harness(runtime=Gated(num_blocks=14), **settings)
     requests: list[Request] = []
 
     def client(number: int) -> None:
@@ -232,8 +234,9 @@ class TestAbort:
         time.sleep(0.02)
         assert h.reason("r") is not FinishReason.ABORT
 
-    def test_races_with_the_end_leave_one_terminal_delta_and_no_blocks(self, harness):
-        h = harness(max_queue_size=2000)
+    @pytest.mark.parametrize("overlap_depth", [0, 1])
+    def test_races_with_the_end_leave_one_terminal_delta_and_no_blocks(self, harness, overlap_depth):
+        h = harness(max_queue_size=2000, overlap_depth=overlap_depth)
         rng = random.Random(0)
         for number in range(400):
             h.submit(f"r{number}", prompt=[number % VOCAB_SIZE] * rng.randint(1, 9), max_tokens=rng.randint(1, 4))
@@ -248,8 +251,9 @@ class TestAbort:
 
 
 class TestDrainAndClose:
-    def test_draining_refuses_the_new_and_finishes_the_rest(self, harness):
-        h = harness(max_batch_size=1)
+    @pytest.mark.parametrize("overlap_depth", [0, 1])
+    def test_draining_refuses_the_new_and_finishes_the_rest(self, harness, overlap_depth):
+        h = harness(max_batch_size=1, overlap_depth=overlap_depth)
         h.block("running")
         h.submit("waiting")
         h.engine.drain()
@@ -261,8 +265,11 @@ class TestDrainAndClose:
         assert h.engine.wait_idle(WAIT_S)
         assert all(h.reason(n) in (FinishReason.STOP, FinishReason.LENGTH) for n in ("running", "waiting"))
 
-    def test_closing_ends_everybody_with_an_error_and_closes_the_runtime_on_its_own_thread(self, harness):
-        h = harness(max_batch_size=1)
+    @pytest.mark.parametrize("overlap_depth", [0, 1])
+    def test_closing_ends_everybody_with_an_error_and_closes_the_runtime_on_its_own_thread(
+        self, harness, overlap_depth
+    ):
+        h = harness(max_batch_size=1, overlap_depth=overlap_depth)
         h.block("running", max_tokens=100, ignore_eos=True)
         h.submit("waiting")
         assert not h.engine.close(0.01)
@@ -295,8 +302,9 @@ class TestDrainAndClose:
 
 
 class TestFailure:
-    def test_a_dead_runtime_ends_everybody_and_refuses_the_rest(self, harness):
-        h = harness(max_batch_size=1)
+    @pytest.mark.parametrize("overlap_depth", [0, 1])
+    def test_a_dead_runtime_ends_everybody_and_refuses_the_rest(self, harness, overlap_depth):
+        h = harness(max_batch_size=1, overlap_depth=overlap_depth)
         h.runtime.healthy = False
         h.block("running")
         h.submit("waiting")

@@ -31,6 +31,8 @@ def test_defaults_are_valid_and_frozen():
         ("watermark", -0.1, "a share from 0 to below 1"),
         ("watermark", float("nan"), "a share from 0 to below 1"),
         ("max_prefill_tokens", 0, "max_prefill_tokens"),
+        ("overlap_depth", 2, "overlap_depth is 0 .* or 1, not 2"),
+        ("overlap_depth", True, "overlap_depth is 0"),
         ("max_prefill_tokens", 31, "raise max_prefill_tokens \\(31\\) to at least that"),
         ("priority_ageing_s", 0, "must be a number above 0"),
         ("priority_ageing_s", 60.0, "for queue_policy 'priority'"),

@@ -33,7 +33,7 @@ class Scripted(SimRuntime):
         self.is_closed = False
 
     def wait(self) -> StepOutput:
-        batch = self._batch
+        batch = self._batches[0]
         self.batches.append(batch)
         super().wait()
         failure = self.failures.pop(0) if self.failures else None

@@ -170,6 +170,11 @@ def test_llama_3_files_add_bos_and_know_whole_words(tmp_path):
         ({"tokenizer.ggml.add_bos_token": 1}, PlanError, "add_bos_token"),
         ({"tokenizer.ggml.bos_token_id": 299, "tokenizer.ggml.add_bos_token": True}, PlanError, "bos_token_id"),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.merges": None}, PlanError, "scores"),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["x" * 513, *map(str, range(258))]},
+            PlanError,
+            "512 characters",
+        ),
     ],
 )
 def test_broken_tokenizers_are_refused_by_name(tmp_path, metadata, error, named):

@@ -128,6 +128,11 @@ def test_absent_keys_take_transformers_defaults(tmp_path):
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps"),
         ({"eos_token_id": 300}, "outside the vocabulary"),
         ({"eos_token_id": ["x"]}, "eos_token_id"),
+        ({"eos_token_id": [[1], {"a": 1}]}, "eos_token_id"),
+        ({"eos_token_id": list(range(257))}, "eos_token_id"),
+        ({"rope_theta": 0.5}, "rope_theta"),
+        ({"rope_theta": 1e300}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "factor"),
     ],
 )
 def test_unsupported_configurations_are_refused_by_name(tmp_path, config, named):

@@ -83,6 +83,17 @@ def test_where_no_folder_can_be_made_a_temporary_one_serves(private_cache, caplo
     folder.rmdir()
 
 
+def test_a_folder_that_cannot_be_written_to_is_left_alone(private_cache, caplog, monkeypatch):
+    kept = cache_folder() / "kept"
+    kept.write_text("compiled elsewhere")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    folder = cache_folder()
+    assert folder != kept.parent
+    assert kept.exists()
+    assert "read-only" in caplog.text
+    folder.rmdir()
+
+
 def cache_files(module) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in Path(module.__file__).parent.rglob("*.nb?")}
 

@@ -403,6 +403,50 @@ def test_answers_to_one_prompt_differ_in_id_and_seed():
     assert [(each.request_id, each.params.seed) for each in fan_out(one, 3)] == [("r-0", 5), ("r-1", 6), ("r-2", 7)]
     assert all(each.prompt_token_ids == one.prompt_token_ids for each in fan_out(one, 3))
     assert [each.params.seed for each in fan_out(request("r"), 2)] == [None, None]
+    assert [each.fork_group for each in fan_out(one, 3)] == ["r"] * 3
+    assert [each.params.n for each in fan_out(request("r", n=2), 2)] == [1, 1]
+
+
+def test_several_answers_to_a_prompt_are_the_outputs_of_its_completion(monkeypatch):
+    all_sent = threading.Event()
+
+    class Held(SimRuntime):
+        def wait(self):
+            assert all_sent.wait(WAIT_S)
+            return super().wait()
+
+    def submit_and_tell(self, waiting, running):
+        submit(self, waiting, running)
+        all_sent.set()
+
+    submit = LLM._submit
+    monkeypatch.setattr(LLM, "_submit", submit_and_tell)
+    prompts, asked = [[5, 6, 7], [8, 9], [10, 11]], SamplingParams(max_tokens=6, seed=40, ignore_eos=True)
+    each = [dataclasses.replace(asked, n=n) for n in (3, 1, 2)]
+    steps = []
+    runtime = Held(num_blocks=64, block_size=4, vocab_size=VOCAB)
+    with LLM(runtime=runtime, model=MODEL, on_step=steps.append, **SETTINGS) as llm:
+        completions = llm.generate(prompts, each)
+        with pytest.raises(RequestError, match="Prompt 1: n must be a whole number of at least 1, not 0"):
+            llm.generate(prompts, [asked, dataclasses.replace(asked, n=0), asked])
+        with pytest.raises(RequestError, match="Prompt 0: params must be SamplingParams"):
+            llm.generate([[1]], [{"n": 1}])
+        with pytest.raises(RequestError, match="Prompt 0: seed must be a whole number"):
+            llm.generate([[1]], dataclasses.replace(asked, n=2, seed="x"))
+    assert [len(completion.outputs) for completion in completions] == [3, 1, 2]
+    for completion, prompt in zip(completions, prompts, strict=True):
+        assert completion.outputs[0] is completion
+        for index, output in enumerate(completion.outputs):
+            seeded = dataclasses.replace(asked, seed=40 + index)
+            assert list(output.token_ids) == expected_tokens(prompt, seeded, 6, vocab_size=VOCAB)
+            assert output.num_cached_tokens == (len(prompt) - 1 if index else 0)
+    assert sum(step.prompt_tokens for step in steps) == (3 + 1 + 1) + 2 + (2 + 1)
+
+
+def test_the_engine_itself_gives_one_answer_a_request():
+    admission = Admission(EngineConfig(), num_blocks=64, vocab_size=VOCAB, tokenizer=None)
+    with pytest.raises(RequestError, match="A request has one answer, not n=2"):
+        admission.sequence(request("r", n=2), 0.0)
 
 
 @pytest.mark.parametrize(

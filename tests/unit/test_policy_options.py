@@ -153,8 +153,9 @@ class TestWeightedFair:
         while bench.scheduler.has_work:
             step = bench.schedule()
             starts += [seq.request.tenant for seq in step.started]
-            drawing = step.drawing()
-            bench.scheduler.apply(step, [1] * len(drawing))
+            drawing = step.drawing
+            bench.scheduler.advance(step)
+            bench.scheduler.collect([1] * len(drawing))
             for seq in drawing:
                 if seq.is_at_limit:
                     bench.scheduler.remove(seq)
@@ -308,18 +309,10 @@ class TestVictims:
 @pytest.mark.parametrize("queue", ["priority", "srtf", "wfq"])
 @pytest.mark.parametrize("policy", [NO_EVICT, MAX_UTIL, "static_batch"])
 def test_a_pass_costs_nothing_per_waiting_request_in_any_order(queue, policy):
-    class Watched(list):
-        looked_at = 0
-
-        def __iter__(self):
-            for item in super().__iter__():
-                Watched.looked_at += 1
-                yield item
-
     bench = Bench(policy, 1000, max_batch_size=4, prefix_caching=True, queue_policy=queue)
     for number in range(500):
         bench.add(f"r{number}", 10, 30, tenant=f"t{number % 5}", arrival_s=float(number))
     bench.step()
-    bench.scheduler.waiting = Watched(bench.scheduler.waiting)
+    watched = bench.watch()
     bench.step()
-    assert Watched.looked_at <= 1
+    assert watched.looked_at <= 1

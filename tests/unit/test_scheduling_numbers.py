@@ -62,8 +62,9 @@ class Trace:
         self.starts += [(now, self._index[seq], seq.num_tokens, seq.max_len - seq.num_tokens) for seq in step.started]
         rows = {self._index[seq]: 1 for seq in step.decodes} | {self._index[seq]: size for seq, size in step.chunks}
         self.iterations.append(rows)
-        drawing = step.drawing()
-        self.scheduler.apply(step, [1] * len(drawing))
+        drawing = step.drawing
+        self.scheduler.advance(step)
+        self.scheduler.collect([1] * len(drawing))
         for seq in drawing:
             if seq.is_at_limit:
                 self.scheduler.remove(seq)

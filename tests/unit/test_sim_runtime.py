@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trtcb.executor.request import SamplingParams
-from trtcb.executor.runtime import Batch, SamplingRows
+from trtcb.executor.runtime import UNKNOWN_TOKEN, Batch, SamplingRows
 from trtcb.executor.sim_runtime import SimRuntime, expected_tokens
 
 PROMPT = (5, 6, 7, 8, 9)
@@ -26,6 +26,7 @@ def batch(tokens=PROMPT, start=0, blocks=BLOCKS, *, temperature=0.0, seed=0, pos
         slot_mapping=table[positions // 4] * 4 + positions % 4,
         cu_q=np.array([0, len(tokens)], np.int32),
         block_tables=table[None, :],
+        slots=np.zeros(1, np.intp),
         logit_index=np.array([len(tokens) - 1], np.int32),
         sampling=SamplingRows(
             temperature=np.array([temperature], np.float32),
@@ -97,5 +98,6 @@ def test_steps_are_launched_and_waited_for_in_turn():
     with pytest.raises(RuntimeError, match="launch one first"):
         sim.wait()
     sim.launch(batch())
-    with pytest.raises(RuntimeError, match="wait for it first"):
-        sim.launch(batch())
+    sim.launch(batch((UNKNOWN_TOKEN,), start=5))
+    drawn = [sim.wait().tokens.tolist() for _ in range(2)]
+    assert drawn == [[t] for t in expected_tokens(PROMPT, SamplingParams(temperature=0.0), 2, vocab_size=1000)]

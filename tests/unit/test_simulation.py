@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from trtcb.executor.answers import AnswerReader
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams
 from trtcb.executor.sim_runtime import SimRuntime, expected_tokens
@@ -47,6 +48,7 @@ class World:
             eos_token_id=END,
             on_refused=lambda request, reason: self.refused.update({request.request_id: reason}),
             max_concurrency=max_concurrency,
+            reader=AnswerReader(),
         )
         self.requests = [
             Request(

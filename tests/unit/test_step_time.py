@@ -30,6 +30,7 @@ def batch(lengths: list[tuple[int, int]]) -> Batch:
         positions,
         cu_q,
         np.zeros((count, 1), np.int32),
+        np.arange(count),
         cu_q[1:] - np.int32(1),
         sampling,
     )

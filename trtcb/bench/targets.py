@@ -40,6 +40,7 @@ class _StepTimeSettings(BaseModel):
     per_token_s: float = 0.0
     per_sequence_s: float = 0.0
     per_context_token_s: float = 0.0
+    host_s: float = 0.0
 
 
 class _SimSettings(BaseModel):

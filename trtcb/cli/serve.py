@@ -59,6 +59,9 @@ def serve(
     max_prefill_tokens: Annotated[
         int | None, typer.Option(help="Prompt tokens in one step. [what max_num_tokens leaves]")
     ] = None,
+    overlap_depth: Annotated[
+        int | None, typer.Option(help="Steps in flight while the next one is scheduled, 0 or 1. [0]")
+    ] = None,
     max_batch_size: Annotated[
         int | None, typer.Option("--max-batch-size", "--max-num-seqs", help="Sequences in one step. [the plan's]")
     ] = None,
@@ -116,6 +119,7 @@ def serve(
         "watermark": watermark,
         "stall_free": stall_free,
         "max_prefill_tokens": max_prefill_tokens,
+        "overlap_depth": overlap_depth,
         "max_batch_size": max_batch_size,
         "max_num_tokens": max_num_tokens,
         "max_seq_len": max_seq_len,
