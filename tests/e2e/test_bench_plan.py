@@ -52,3 +52,45 @@ def test_a_calibrated_machine_can_be_simulated(plan: Path, tmp_path: Path) -> No
     assert sum(settings["step_time"].values()) > settings["step_time"]["host_s"]
     assert min(settings["step_time"].values()) >= 0
     assert "requests/s" in trtcb("policy", "static_batch", "--sim", machine, "--num-prompts", "8")
+
+
+def test_throughput_of_a_plan(plan: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    load = ("--num-prompts", "20", "--input-len", "24", "--output-len", "10", "--prefix-len", "8")
+    said = trtcb("throughput", plan, *load, "--max-queue-size", "4", "--num-blocks", "12", "--output-json", out)
+    data = json.loads(out.read_text())
+    assert (data["num_requests"], data["total_num_tokens"]) == (20, 20 * (24 + 8 + 10))
+    assert data["tokens_per_second"] == pytest.approx(data["total_num_tokens"] / data["elapsed_time"])
+    assert f"{data['requests_per_second']:.2f} requests/s" in said
+
+
+def test_latency_of_a_plan(plan: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    shape = ("--input-len", "16", "--output-len", "4", "--batch-size", "3")
+    said = trtcb("latency", plan, *shape, "--num-iters-warmup", "1", "--num-iters", "4", "--output-json", out)
+    data = json.loads(out.read_text())
+    assert len(data["latencies"]) == 4
+    assert data["avg_latency"] == pytest.approx(sum(data["latencies"]) / 4)
+    assert min(data["latencies"]) <= data["percentiles"]["10"] <= data["percentiles"]["99"] <= max(data["latencies"])
+    assert "90% percentile latency" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("throughput", "--scheduler-policy", "max_utilisation"), "'max_utilization'"),
+        (("throughput", "--max-batch-size", "9"), "use at most 8"),
+        (("throughput", "--input-len", "300", "--num-prompts", "2"), "256"),
+        (("throughput", "--num-prompts", "0"), "--num-prompts must be at least 1"),
+        (("latency", "--batch-size", "9"), "use at most 8"),
+        (("latency", "--output-json", "no/folder/r.json"), "no folder"),
+    ],
+)
+def test_offline_mistakes_are_one_sentence(plan: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    name, *rest = arguments
+    command = [sys.executable, "-m", "trtcb", "bench", name, str(plan), *rest]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode in (1, 2)
+    assert result.stderr.startswith("error: ")
+    assert complaint in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -315,8 +315,9 @@ def test_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "r.html").read_text().count("<svg") == 2 + 1 + 2
     slow, fast = data["frontier"]
     assert "request_rate=5.0" in slow["workload"]
+    assert (slow["request_rate"], fast["request_rate"]) == (5, 40)
     assert slow["results"][0]["metrics"]["request_rate"]["mean"] < fast["results"][0]["metrics"]["request_rate"]["mean"]
-    table = result.stdout.split("requests within the SLO (%):\n\n")[1].split("\n\n")[0]
+    table = result.stdout.split("requests within SLO (%):\n\n")[1].split("\n\n")[0]
     assert [line.split()[1] for line in table.splitlines()[2:]] == ["5", "40"]
 
 
@@ -330,6 +331,10 @@ def test_command_line(tmp_path: Path) -> None:
         ("policy", "max_utilization", "--rates", "1,x"),
         ("policy", "max_utilization", "--rates", "1", "--trace", str(TRACES / "four-lengths.jsonl")),
         ("policy", "max_utilization", "--html", "no/such/folder/report.html"),
+        ("policy", "max_utilization", "--rate", "fast"),
+        ("policy", "max_utilization", "--rate", "auto", "--rates", "1,2"),
+        ("policy", "max_utilization", "--rate", "auto", "--max-concurrency", "3"),
+        ("policy", "max_utilization", "--rate", "auto", "--trace", str(TRACES / "four-lengths.jsonl")),
     ],
 )
 def test_command_line_mistakes_are_one_sentence(arguments: tuple[str, ...]) -> None:

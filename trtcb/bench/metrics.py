@@ -60,6 +60,7 @@ class Requests:
     ttft_s: Floats
     tpot_s: Floats
     e2e_s: Floats
+    num_pauses: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Collector:
         self._num_blocks = num_blocks
         self._max_batch_size = max_batch_size
         self._times = {name: np.full(len(workload), np.nan) for name in ("queue_s", "ttft_s", "tpot_s", "e2e_s")}
+        self._num_pauses = np.zeros(len(workload), np.int64)
         self._is_ended = np.zeros(len(workload), np.bool_)
         self._num_refused = 0
         self._itl_us: Counter[int] = Counter()  # exact to a microsecond, however many tokens there are
@@ -138,7 +140,7 @@ class Collector:
         if not self._is_ended.all():
             missing = int(np.flatnonzero(~self._is_ended)[0])
             raise ValidationFailedError(f"Request {missing} never ended: please report this.")
-        requests = Requests(**self._times)
+        requests = Requests(**self._times, num_pauses=self._num_pauses)
         num_done = len(self._workload) - self._num_refused
         num_good = int(_is_good(requests, slo).sum())
         totals = self._totals
@@ -157,6 +159,7 @@ class Collector:
             **_percentiles("queue", requests.queue_s),
             "goodput_rate": num_good / duration_s,
             "good_share": num_good / len(self._workload),
+            "kept_up": _kept_up(self._workload, requests.e2e_s),
             "pauses": float(totals["pauses"]),
             "recomputed_tokens": float(totals["recomputed"]),
             "prefix_hit_tokens": float(totals["prefix_hits"]),
@@ -177,6 +180,7 @@ class Collector:
                 f"Request {number} ended with '{request.reason.value}' after {request.num_generated_tokens} tokens, "
                 f"not after {expected}: please report this."
             )
+        self._num_pauses[number] = request.num_pauses
         for name, column in self._times.items():
             value = getattr(request, name)
             if value is not None:
@@ -204,6 +208,19 @@ def count_percentile(counts: Counter[int], q: float) -> float:
 def _percentiles(name: str, seconds: Floats) -> dict[str, float]:
     known = seconds[~np.isnan(seconds)]
     return {f"{name}_p{q}_s": float(np.percentile(known, q)) if len(known) else float("nan") for q in PERCENTILES}
+
+
+def _kept_up(workload: Workload, e2e_s: Floats) -> float:
+    """How fast requests ended over how fast they came, at most 1; NaN if they did not come at times of their own.
+
+    Of both, the middle 80 % count: the last answers take their time at any rate. Refused ones never end.
+    """
+    came_s = float(np.subtract(*np.percentile(workload.arrival_s, [90, 10])))
+    ends_s = (workload.arrival_s + e2e_s)[~np.isnan(e2e_s)]
+    if workload.max_concurrency is not None or came_s <= 0 or not len(ends_s):
+        return float("nan")
+    ended_s = float(np.subtract(*np.percentile(ends_s, [90, 10])))
+    return len(ends_s) / len(e2e_s) * min(1.0, came_s / max(ended_s, 1e-12))
 
 
 def _is_good(requests: Requests, slo: Slo) -> npt.NDArray[np.bool_]:

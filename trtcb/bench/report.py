@@ -1,11 +1,12 @@
 """A comparison as one HTML file that needs nothing else: no script, no font, no picture from anywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 
 import numpy as np
 
-from trtcb.bench.ab import Comparison, Result
+from trtcb.bench.ab import Comparison, LoadPoint, Result
 from trtcb.bench.metrics import Floats
 from trtcb.bench.svg import Line, legend, line_chart
 from trtcb.bench.table import rows
@@ -17,8 +18,16 @@ _LIGHT = ("#0b62c4", "#c2510c", "#1a7f5a", "#8a3ffc", "#a11950", "#6b5d00")
 _DARK = ("#6cb0ff", "#ff9f5e", "#4fd1a1", "#c4a1ff", "#ff8fb8", "#e0cf5a")
 
 
-def html_report(comparison: Comparison, command: str, frontier: Sequence[Comparison] = ()) -> str:
-    """Render the report; ``command`` is shown as the way to make it again, ``frontier`` is the same at other rates."""
+def html_report(
+    comparison: Comparison,
+    command: str,
+    frontier: Sequence[LoadPoint] = (),
+    more_tables: Mapping[str, list[list[str]]] = MappingProxyType({}),
+) -> str:
+    """Render the report; ``command`` is shown as the way to make it again, ``frontier`` is the same at other rates.
+
+    ``more_tables`` follow the numbers, each under its title.
+    """
     names = [result.setup.label for result in comparison.results]
     body = [
         "<h1>Scheduling comparison</h1>",
@@ -26,12 +35,13 @@ def html_report(comparison: Comparison, command: str, frontier: Sequence[Compari
         f"{len(comparison.results[0].runs)} repeats.</p>",
         f"<p>{escape(comparison.workload)}</p>",
         f"<pre>{escape(command)}</pre>",
+        *([f"<p>{escape(str(comparison.check))}</p>"] if comparison.check else []),
         "<h2>Latency</h2>",
         legend(names),
         '<div class="charts">',
         _figure("Time to first token", _cdf_chart("Time to first token", comparison, "ttft_s")),
         _figure("Time to the whole answer", _cdf_chart("Time to the whole answer", comparison, "e2e_s")),
-        *([_figure("Throughput and latency as the rate rises", _frontier_chart(frontier))] if frontier else []),
+        *([_figure("Throughput and latency as the rate rises", _frontier_chart(frontier, names))] if frontier else []),
         "</div>",
         "<h2>Requests over time, first repeat</h2>",
         legend(["running", "paused", "waiting"]),
@@ -40,6 +50,7 @@ def html_report(comparison: Comparison, command: str, frontier: Sequence[Compari
         "</div>",
         "<h2>Numbers</h2>",
         _table(rows(comparison)),
+        *(f"<h2>{escape(title)}</h2>{_table(table)}" for title, table in more_tables.items()),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
@@ -75,12 +86,13 @@ def _cdf(seconds: Floats) -> list[tuple[float, float]]:
     return [(float(known[0]), 0.0), *zip(known[ranks].tolist(), shares.tolist(), strict=True)]
 
 
-def _frontier_chart(frontier: Sequence[Comparison]) -> str:
-    """First token's p95 over throughput, a point a rate."""
+def _frontier_chart(frontier: Sequence[LoadPoint], labels: Sequence[str]) -> str:
+    """First token's p95 over throughput, a point a rate in ascending order."""
     lines = []
-    for index, results in enumerate(zip(*(comparison.results for comparison in frontier), strict=True)):
+    for index, label in enumerate(labels):
+        results = [result for point in frontier for result in point.comparison.results if result.setup.label == label]
         points = [(r.estimate("output_tok_s").mean, r.estimate("ttft_p95_s").mean) for r in results]
-        lines.append(Line(results[0].setup.label, index % NUM_COLOURS, points))
+        lines.append(Line(label, index % NUM_COLOURS, points, has_marks=True))
     title = "Time to first token, p95, over output tokens a second"
     return line_chart(title, lines, x_title="output tokens/s", y_title="TTFT p95, seconds")
 

@@ -17,6 +17,7 @@ class Line:
     colour: int
     points: Sequence[tuple[float, float]]
     is_step: bool = False  # hold each value until the next point
+    has_marks: bool = False  # show the points themselves
 
 
 class _Axis:
@@ -65,6 +66,9 @@ def line_chart(
     for line in lines:
         path = _path(line, x_axis, y_axis)
         parts.append(f'<path class="line c{line.colour}" d="{path}"><title>{escape(line.name)}</title></path>')
+        for x_value, y_value in line.points if line.has_marks else ():
+            centre = f'cx="{x_axis.pixel(x_value):.1f}" cy="{y_axis.pixel(y_value):.1f}"'
+            parts.append(f'<circle class="mark c{line.colour}" {centre} r="2.5"/>')
     return "".join([*parts, "</svg>"])
 
 

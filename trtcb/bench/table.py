@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trtcb.bench.ab import Comparison, Estimate, Result
+from trtcb.bench.ab import Comparison, Estimate, LoadPoint, Result
+from trtcb.bench.knee import Criterion, Knee
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ COLUMNS: tuple[Column, ...] = (
     *_latency("queue", "queue wait"),
     Column("goodput_rate", "goodput (requests/s)"),
     Column("good_share", "requests within SLO (%)", "%"),
+    Column("kept_up", "arrival rate kept up (%)", "%"),
     Column("pauses", "pauses"),
     Column("recomputed_tokens", "recomputed tokens"),
     Column("prefix_hit_tokens", "prefix hits (tokens)"),
@@ -49,7 +51,7 @@ COLUMNS: tuple[Column, ...] = (
 def shown(estimate: Estimate, unit: str) -> str:
     """Write a value in its unit, with its confidence interval if there is one."""
     scale = {"ms": 1000.0, "%": 100.0}.get(unit, 1.0)
-    text = _number(estimate.mean * scale)
+    text = shown_number(estimate.mean * scale)
     return text if math.isnan(estimate.margin) else f"{text} ± {_margin(estimate.margin * scale)}"
 
 
@@ -77,12 +79,29 @@ def text_table(table: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def frontier_rows(rates: Sequence[float], comparisons: Sequence[Comparison]) -> list[list[str]]:
-    """Return throughput, p95 of the first token and share within the SLO: a rate a row, a configuration a column."""
-    table = [["requests/s", *(result.setup.label for result in comparisons[0].results)]]
-    for rate, comparison in zip(rates, comparisons, strict=True):
-        table.append([f"{rate:g}", *map(_load_point, comparison.results)])
+def frontier_rows(points: Sequence[LoadPoint], labels: Sequence[str], criterion: Criterion) -> list[list[str]]:
+    """Return throughput, p95 of the first token and the criterion's share: a rate a row, a configuration a column."""
+    table = [["requests/s", *labels]]
+    for point in points:
+        shown_there = {result.setup.label: _load_point(result, criterion) for result in point.comparison.results}
+        table.append([shown_rate(point.rate), *(shown_there.get(label, "") for label in labels)])
     return table
+
+
+def knee_rows(knees: Sequence[Knee], criterion: Criterion) -> list[list[str]]:
+    """Return a configuration a row: its knee, the rate that broke it, and what was measured at the knee."""
+    columns = (("output tokens/s", "output_tok_s", ""), ("TTFT p95 (ms)", "ttft_p95_s", "ms"))
+    table = [["", "knee (requests/s)", "broken at", f"{criterion.title} (%)", *(title for title, _, _ in columns)]]
+    for knee in knees:
+        metrics = ((criterion.metric, "%"), *((metric, unit) for _, metric, unit in columns))
+        at_knee = ["-" if knee.result is None else shown(knee.result.estimate(m), unit) for m, unit in metrics]
+        table.append([knee.label, shown_rate(knee.rate) if knee.rate else "none", shown_rate(knee.broken_at), *at_knee])
+    return table
+
+
+def shown_rate(rate: float) -> str:
+    """Write a request rate."""
+    return f"{rate:.4g}" if math.isfinite(rate) else "all at once"
 
 
 def per_request(comparison: Comparison) -> list[list[str]]:
@@ -102,6 +121,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "slo_s": dict(comparison.slo.limits),
         "seed": comparison.seed,
         "num_requests": comparison.num_requests,
+        "token_check": None if comparison.check is None else asdict(comparison.check),
         "results": [
             {
                 "label": result.setup.label,
@@ -120,8 +140,29 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _load_point(result: Result) -> str:
-    columns = (("output_tok_s", ""), ("ttft_p95_s", "ms"), ("good_share", "%"))
+def knees_to_json(knees: Sequence[Knee], criterion: Criterion) -> dict[str, Any]:
+    """Return the knees as JSON values: a rate of null is none, ``"inf"`` all at once."""
+    return {
+        "metric": criterion.metric,
+        "share": criterion.share,
+        "knees": [
+            {"label": knee.label, "rate": _json_rate(knee.rate or None), "broken_at": _json_rate(knee.broken_at)}
+            for knee in knees
+        ],
+    }
+
+
+def frontier_to_json(points: Sequence[LoadPoint]) -> list[dict[str, Any]]:
+    """Return a comparison a rate."""
+    return [{"request_rate": _json_rate(point.rate), **to_json(point.comparison)} for point in points]
+
+
+def _json_rate(rate: float | None) -> float | str | None:
+    return rate if rate is None or math.isfinite(rate) else "inf"
+
+
+def _load_point(result: Result, criterion: Criterion) -> str:
+    columns = (("output_tok_s", ""), ("ttft_p95_s", "ms"), (criterion.metric, "%"))
     return " / ".join(shown(Estimate(result.estimate(metric).mean, math.nan), unit) for metric, unit in columns)
 
 
@@ -131,7 +172,8 @@ def _times(result: Result, number: int) -> str:
     return " / ".join(f"{float(value):.3f}" for value in times)
 
 
-def _number(value: float) -> str:
+def shown_number(value: float) -> str:
+    """Write a number with the digits that count; - if there is none."""
     if math.isnan(value):
         return "-"
     if value == round(value) or abs(value) >= 1000:

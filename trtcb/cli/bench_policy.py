@@ -1,0 +1,236 @@
+"""``trtcb bench policy``: scheduling configurations side by side under one workload."""
+
+import json
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from trtcb.cli.bench_options import Goodput, WorkloadFlags, check_writable, parse_slo
+from trtcb.cli.flag_groups import with_flag_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trtcb.bench.ab import Comparison, WorkloadSource
+    from trtcb.bench.knee import Criterion, Knee
+    from trtcb.bench.targets import Setup, Target
+
+
+@dataclass(frozen=True)
+class MachineFlags:
+    """What the configurations are compared on."""
+
+    title: ClassVar[str] = "Machine"
+
+    sim: Annotated[str | None, typer.Option(help="Simulated machine: a YAML file, or 'builtin'. [builtin]")] = None
+    plan: Annotated[Path | None, typer.Option(help="Run this plan instead of a simulation.")] = None
+    step_time: Annotated[float | None, typer.Option(help="Every simulated step takes this many seconds.")] = None
+    check_contents: Annotated[
+        bool, typer.Option("--check-contents", help="Keep token ids in the simulated KV blocks and read them back.")
+    ] = False
+    check_tokens: Annotated[
+        int, typer.Option(min=0, help="Serve so many requests alone as well, and compare every token.")
+    ] = 0
+
+    def target(self) -> "Target":
+        """Return the machine."""
+        from dataclasses import replace
+
+        from trtcb.bench.targets import PlanTarget, SimTarget
+        from trtcb.errors import UsageError
+        from trtcb.executor.step_time import StepTime
+
+        if self.plan is not None:
+            if self.sim is not None or self.step_time is not None or self.check_contents:
+                raise UsageError("--plan runs a real engine: leave --sim, --step-time and --check-contents out.")
+            return PlanTarget(f"plan {self.plan.name}", self.plan, {})
+        if self.check_tokens and not self.check_contents:
+            raise UsageError("A simulated model has tokens only with --check-contents: add it to --check-tokens.")
+        target = replace(SimTarget.load(self.sim or "builtin"), check_contents=self.check_contents)
+        if self.step_time is None:
+            return target
+        return replace(target, step_time=StepTime(self.step_time), description=f"sim, {self.step_time:g} s a step")
+
+
+@dataclass(frozen=True)
+class LimitFlags:
+    """Settings of all configurations, unless one has its own."""
+
+    title: ClassVar[str] = "For all configurations"
+
+    max_batch_size: Annotated[int | None, typer.Option(help="Requests a step.")] = None
+    max_num_tokens: Annotated[int | None, typer.Option(help="Tokens a step.")] = None
+    max_seq_len: Annotated[int | None, typer.Option(help="Prompt and output.")] = None
+    block_size: Annotated[int | None, typer.Option(help="Tokens a KV block.")] = None
+    num_blocks: Annotated[int | None, typer.Option(help="KV pool in blocks.")] = None
+
+    def given(self) -> dict[str, Any]:
+        """Return those that were given."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """What is shown, and where it is kept."""
+
+    title: ClassVar[str] = "Results"
+
+    goodput: Goodput = None
+    requests: Annotated[bool, typer.Option("--requests", help="Also list each request's times.")] = False
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a report with plots to this file.")] = None
+
+
+@dataclass(frozen=True)
+class RateFlags:
+    """At which rates requests arrive."""
+
+    title: ClassVar[str] = "Rate"
+
+    request_rate: Annotated[
+        str,
+        typer.Option(
+            "--request-rate", "--rate", help="Requests a second; inf: all at once; auto: the highest knee of them all."
+        ),
+    ] = "inf"
+    rates: Annotated[
+        str | None, typer.Option(help="Also run at these rates, such as 2,4,8, and show the frontier.")
+    ] = None
+    knee_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="With auto: share of requests within --goodput, or rate kept up.")
+    ] = 0.95
+    knee_width: Annotated[float, typer.Option(min=0.001, help="With auto: how well a knee is known, relative.")] = 0.1
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the rate is to be found."""
+        return self.request_rate == "auto"
+
+    @property
+    def value(self) -> float:
+        """The rate; any number stands for one that is to be found."""
+        from trtcb.errors import UsageError
+
+        try:
+            return 1.0 if self.is_auto else float(self.request_rate)
+        except ValueError:
+            raise UsageError(f"--request-rate '{self.request_rate}': write a number, inf or auto.") from None
+
+    def others(self) -> list[float]:
+        """Return the rates to run besides, in ascending order."""
+        from trtcb.errors import UsageError
+
+        try:
+            return sorted({float(rate) for rate in self.rates.split(",")}) if self.rates is not None else []
+        except ValueError:
+            raise UsageError(f"--rates '{self.rates}' is no list of numbers: write them as 2,4,8.") from None
+
+    def check(self, workload: WorkloadFlags) -> None:
+        """Raise for what does not go together."""
+        from trtcb.errors import UsageError
+
+        if workload.trace is not None and (self.is_auto or self.rates is not None or self.request_rate != "inf"):
+            raise UsageError("A trace has its own rate: leave --request-rate and --rates out.")
+        if self.is_auto and self.rates is not None:
+            raise UsageError("--request-rate auto chooses its rates: leave --rates out.")
+        if self.is_auto and workload.max_concurrency is not None:
+            raise UsageError("--max-concurrency sets the pace itself: leave it out, or --request-rate auto.")
+
+
+@with_flag_groups
+def bench_policy(
+    setups: Annotated[
+        list[str],
+        typer.Argument(
+            help="Configurations, POLICY[:setting=value,...]; settings are those of serve.", metavar="SETUP"
+        ),
+    ],
+    repeats: Annotated[int, typer.Option(min=1, help="Workloads to draw; over 1, intervals are shown.")] = 1,
+    *,
+    machine: MachineFlags,
+    rate: RateFlags,
+    workload: WorkloadFlags,
+    limits: LimitFlags,
+    report: ReportFlags,
+) -> None:
+    """Compare configurations under the same arrivals."""
+    from functools import partial
+
+    from trtcb.bench.ab import LoadPoint, compare
+    from trtcb.bench.knee import Criterion, KneeSearch, merged_points
+    from trtcb.bench.policy_report import PolicyReport
+    from trtcb.bench.targets import Setup
+
+    check_writable(report.json_file, report.html_file)
+    rate.check(workload)
+    at_rate = workload.source
+    source = at_rate(rate.value)
+    other_sources = [(other, at_rate(other)) for other in rate.others()]
+    target = machine.target()
+    common = {**target.engine, **limits.given()}
+    num_requests = len(source.generate(workload.seed))
+    parsed = [Setup.parse(text, common, num_requests) for text in setups]
+    slo = parse_slo(report.goodput)
+    run = partial(
+        compare,
+        target=target,
+        slo=slo,
+        seed=workload.seed,
+        repeats=repeats,
+        on_run=_report_run,
+        max_concurrency=workload.max_concurrency,
+    )
+    criterion = Criterion.of(bool(slo.limits) or not rate.is_auto, rate.knee_share)
+    knees = []
+    if rate.is_auto:
+        for setup in parsed:
+            measure = partial(_measure, run, setup, at_rate)
+            knees.append(KneeSearch(measure, criterion, rate.knee_width, partial(_report_point, criterion)).run())
+        source = at_rate(_highest(knees, criterion))
+    comparison = run(parsed, source=source, num_checked=machine.check_tokens)
+    frontier = merged_points(knees) or [LoadPoint(rate, run(parsed, source=other)) for rate, other in other_sources]
+    found = PolicyReport(comparison, frontier, knees, criterion)
+    print(found.text(with_requests=report.requests))
+    if report.json_file is not None:
+        report.json_file.write_text(json.dumps(found.to_json(), indent=1) + "\n", "utf-8")
+    if report.html_file is not None:
+        report.html_file.write_text(found.html(_command()), "utf-8")
+
+
+def _measure(
+    run: "Callable[..., Comparison]", setup: "Setup", at_rate: "Callable[[float], WorkloadSource]", rate: float
+) -> "Comparison":
+    return run([setup], source=at_rate(rate), on_run=lambda label, repeat: None)
+
+
+def _highest(knees: "Sequence[Knee]", criterion: "Criterion") -> float:
+    from trtcb.errors import TrtcbError
+
+    highest = max(knee.rate for knee in knees)
+    if not highest:
+        raise TrtcbError(
+            f"No configuration has a knee: even at {knees[0].broken_at:.2g} requests/s fewer than "
+            f"{100 * criterion.share:g} % {criterion.title}; allow more in --goodput, or lower --knee-share."
+        )
+    return highest
+
+
+def _report_point(criterion: "Criterion", label: str, rate: float, share: float, holds: bool) -> None:
+    from trtcb.bench.table import shown_rate
+
+    verdict = "holds" if holds else "broken"
+    print(f"{label} at {shown_rate(rate)}: {100 * share:.1f} % {criterion.title}, {verdict}", file=sys.stderr)
+
+
+def _report_run(label: str, repeat: int) -> None:
+    print(f"running {label}, repeat {repeat + 1}", file=sys.stderr)
+
+
+def _command() -> str:
+    import shlex
+
+    return shlex.join(["trtcb", *sys.argv[1:]])
