@@ -110,6 +110,13 @@ def test_a_tight_pool_makes_max_utilization_pause_and_recompute() -> None:
     assert no_evict["completed"] == max_utilization["completed"] == 100
 
 
+def test_answers_beyond_max_seq_len_are_cut_as_an_engine_cuts_them() -> None:
+    source = RandomWorkload(num_prompts=40, random_input_len=20, random_output_len=60)
+    (result,) = run(["max_utilization"], source, step_s=1.0, max_seq_len=50).results
+    assert result.runs[0].values["completed"] == 40
+    assert result.runs[0].values["output_tok_s"] * result.runs[0].values["duration_s"] == pytest.approx(40 * 30)
+
+
 def test_a_closed_loop_bounds_the_requests_in_the_engine() -> None:
     target = SimTarget.load("builtin")
     setup = Setup.parse("max_utilization", target.engine, 40)

@@ -160,6 +160,7 @@ def serve(
     log: TokenLog | None = None,
 ) -> RunResult:
     """Serve a workload on a runtime whose model has the tokens below ``vocab_size``, and measure it."""
+    workload = workload.within(config.max_seq_len)
     collector = Collector(workload, runtime.num_blocks, config.max_batch_size)
     end_token = vocab_size  # one that the model does not have, so that nothing else ends an answer
     simulation = Simulation(
@@ -194,6 +195,7 @@ def serve_alone(
             f"Request {request.request_id} was served under load, but is refused alone: {reason}"
         )
 
+    workload = workload.within(config.max_seq_len)
     log, wanted = TokenLog(len(workload)), set(numbers)
     simulation = Simulation(
         ScriptedRuntime(runtime, workload.ends, vocab_size),

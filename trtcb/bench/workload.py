@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +47,11 @@ class Workload:
     def declared_ratio(self) -> float:
         """Declared over true output length, in total. 1: everybody knew."""
         return float(self.max_tokens.sum() / self.output_len.sum())
+
+    def within(self, max_seq_len: int) -> "Workload":
+        """Cut answers where prompt and answer together reach ``max_seq_len``, as an engine does."""
+        room = np.maximum(1, max_seq_len - self.prompt_len)
+        return replace(self, output_len=np.minimum(self.output_len, room), max_tokens=np.minimum(self.max_tokens, room))
 
     def requests(self, vocab_size: int) -> Iterator[Request]:
         """Make the requests one by one, with random prompts of ids below ``vocab_size``; the same at each call."""
