@@ -122,7 +122,7 @@ def compare(
             alone = partial(target.alone, setups[0].config, workload)
             requests = [its_runs[-1].requests for its_runs in runs]
             num_pauses = np.sum([one.num_pauses for one in requests], axis=0)
-            is_served = ~np.isnan([one.e2e_s for one in requests]).any(axis=0)
+            is_served = np.isfinite(np.sum([one.e2e_s for one in requests], axis=0))  # NaN: refused by some
             found = check_tokens(logs, num_pauses, is_served, num_checked, alone)
             check = found if check is None else check + found
     return Comparison(
