@@ -49,7 +49,7 @@ def pack_linear(weight: torch.Tensor) -> Linear:
     """Reorder ``weight [N, K]`` for this processor and return its product; ``weight`` may be dropped afterwards."""
     import torch
 
-    if not _has_packed_ops():
+    if not _has_packed_ops(weight.dtype):
         kept = weight.clone()
         return lambda x: torch.ops.aten.linear.default(x, kept)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
@@ -57,9 +57,16 @@ def pack_linear(weight: torch.Tensor) -> Linear:
     return lambda x: multiply(x, packed, None, "none", [], "")  # type: ignore[no-any-return, unused-ignore]
 
 
-def _has_packed_ops() -> bool:
+def _has_packed_ops(dtype: torch.dtype) -> bool:
     import torch
 
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        warnings.warn(
+            "oneDNN multiplies bf16 only with AVX-512 or AVX-NE-CONVERT, which this processor has not, so products of "
+            "many rows take several times as long: build the plan with --weight-dtype fp32",
+            stacklevel=2,
+        )
+        return False
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if has_onednn and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return True
