@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "executor": {"contract", "plugins"},
     "server": {"contract", "executor"},
     "bench": {"contract", "executor"},
-    "cli": {"contract", "plugins", "builder", "executor", "server", "bench"},
+    "evaluation": {"contract", "builder", "executor"},
+    "cli": {"contract", "plugins", "builder", "executor", "server", "bench", "evaluation"},
 }
 # Entry points that hand over to a layer above, by imports inside functions.
 EXCEPTIONS = {
@@ -110,6 +111,18 @@ def test_presets_and_type_marker_are_found_as_package_data() -> None:
     assert (resources.files("trtcb") / "py.typed").is_file()
 
 
+def test_every_data_file_is_declared_as_package_data() -> None:
+    """What a wheel gets is what ``package-data`` matches."""
+    patterns = SETUPTOOLS["package-data"]
+    for package, folder in (("trtcb.configs", "configs"), ("trtcb.evaluation", "trtcb/evaluation")):
+        root = ROOT / folder
+        there = {path for path in root.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+        assert there
+        assert there == {path for pattern in patterns[package] for path in root.glob(pattern) if path.is_file()}
+    for name in ("eval.txt", "prompts.json"):
+        assert (resources.files("trtcb.evaluation") / "data" / name).is_file()
+
+
 @pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
 def test_imports_follow_the_layers(module: str, path: Path) -> None:
     assert violations(module, path.read_text()) == []
@@ -147,7 +160,7 @@ LIGHT = {
     "doctor": ["doctor"],
     **{
         f"{name} --help": [name, "--help"]
-        for name in ("build", "serve", "generate", "chat", "export", "inspect", "bench")
+        for name in ("build", "serve", "generate", "chat", "export", "inspect", "eval", "bench")
     },
 }
 
