@@ -28,9 +28,10 @@ def open_reference(
 ) -> Plan:
     """Open the plan to compare ``plan`` with; the caller closes it.
 
-    ``against`` names a plan, or a model as ``trtcb build --model`` takes it, or is how to build one (its types and limits
-    do not matter); None is the model that ``plan`` was built from. A model is built in the temporary folder, at four bytes a parameter, and leaves that folder as soon as it is
-    open: its room on the disk is given back when the plan is closed or the process ends, however it ends.
+    ``against`` names a plan, or a model as ``trtcb build --model`` takes it, or is how to build one (its types and
+    limits do not matter); None is the model that ``plan`` was built from. A model is built in the temporary folder, at
+    four bytes a parameter, and leaves that folder as soon as it is open: its room on the disk is given back when the
+    plan is closed or the process ends, however it ends.
 
     Raises :class:`ModelNotFoundError` if the source is not here, :class:`OutOfMemoryError` before building what would
     not fit, and ``UsageError`` if the source has changed or the reference is of another model.

@@ -22,7 +22,7 @@ class Window:
 
 
 def shipped_text() -> str:
-    """About 27,000 tokens of English prose, dialogue, lists, figures and code, written for this project."""
+    """About 13,000 tokens of English prose, dialogue, lists, figures and code, written for this project."""
     return _data("eval.txt")
 
 
