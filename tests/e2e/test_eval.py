@@ -117,7 +117,7 @@ def test_another_tokenizer_or_a_lost_source_is_one_sentence(plans: dict[str, Pat
     gone = _rewrite(plans["fp8"], tmp_path / "gone.plan", source=lost)
     other = {"model": "tiny-random (random weights, seed 1)", "digest": "sha256:0"}
     changed = _rewrite(plans["fp8"], tmp_path / "changed.plan", source=other)
-    foreign = _rewrite(plans["fp8"], tmp_path / "foreign.plan", old=b"<|511|>", new=b"<|abc|>")
+    foreign = _rewrite(plans["fp8"], tmp_path / "foreign.plan", old=b"<|bos|>", new=b"<|top|>")
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     cases = (
