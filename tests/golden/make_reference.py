@@ -1,4 +1,4 @@
-"""Regenerates smollm2_reference.json: what transformers says about tests/data, in fp32, for one GGUF file.
+"""Regenerates smollm2_reference.json: what transformers says about the shipped text, in fp32, for a GGUF file.
 
     python tests/golden/make_reference.py path/to/SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 GOLDEN = Path(__file__).parent
-DATA = GOLDEN.parent / "data"
+DATA = GOLDEN.parents[1] / "trtcb" / "evaluation" / "data"
 NUM_NEW_TOKENS = 64
 NUM_EVAL_TOKENS = 4224
 WINDOW_TOKENS = 1024

@@ -3,8 +3,10 @@
 import ast
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -30,7 +32,8 @@ MAY_IMPORT = {
     "executor": {"contract", "plugins"},
     "server": {"contract", "executor"},
     "bench": {"contract", "executor"},
-    "cli": {"contract", "plugins", "builder", "executor", "server", "bench"},
+    "evaluation": {"contract", "builder", "executor"},
+    "cli": {"contract", "plugins", "builder", "executor", "server", "bench", "evaluation"},
 }
 # Entry points that hand over to a layer above, by imports inside functions.
 EXCEPTIONS = {
@@ -110,6 +113,33 @@ def test_presets_and_type_marker_are_found_as_package_data() -> None:
     assert (resources.files("trtcb") / "py.typed").is_file()
 
 
+def test_every_data_file_is_declared_as_package_data() -> None:
+    """What a wheel gets is what ``package-data`` matches."""
+    patterns = SETUPTOOLS["package-data"]
+    for package, folder in (("trtcb.configs", "configs"), ("trtcb.evaluation", "trtcb/evaluation")):
+        root = ROOT / folder
+        there = {path for path in root.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+        assert there
+        assert there == {path for pattern in patterns[package] for path in root.glob(pattern) if path.is_file()}
+    for name in ("eval.txt", "prompts.json"):
+        assert (resources.files("trtcb.evaluation") / "data" / name).is_file()
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_every_module_and_data_file(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns(
+        ".*", "*.egg-info", "__pycache__", "tests", "benchmarks", "docs", "engines", "build"
+    )
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(tree)]
+    subprocess.run(command, check=True, timeout=240)
+    [wheel] = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"trtcb/evaluation/data/eval.txt", "trtcb/evaluation/data/prompts.json", "trtcb/py.typed"} <= names
+    assert {f"{module.replace('.', '/')}.py" for module, path in modules() if path.stem != "__init__"} <= names
+
+
 @pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
 def test_imports_follow_the_layers(module: str, path: Path) -> None:
     assert violations(module, path.read_text()) == []
@@ -147,7 +177,7 @@ LIGHT = {
     "doctor": ["doctor"],
     **{
         f"{name} --help": [name, "--help"]
-        for name in ("build", "serve", "generate", "chat", "export", "inspect", "bench")
+        for name in ("build", "serve", "generate", "chat", "export", "inspect", "eval", "bench")
     },
 }
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from trtcb.builder.report import BuildReport
     from trtcb.spec import ModelSpec
 
+# `--eval` is for a first look, within seconds; `trtcb eval` measures more and has no such bounds.
+_EVAL_MAX_PARAMS = 1_000_000_000
+_EVAL_TOKENS = 512
+
 _MODEL_HELP = "A folder of safetensors, a .gguf file, a preset (see `trtcb models`) or a hub id."
 
 
@@ -68,6 +72,9 @@ def build(
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print every setting with its origin, and build nothing.")
     ] = False,
+    evaluate: Annotated[
+        bool, typer.Option("--eval", help="Also build the model as fp32, and tell how far the plan is from it.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     tensor_parallel_size: Annotated[
         int | None, typer.Option("--tensor-parallel-size", "--tp-size", hidden=True)
@@ -101,10 +108,10 @@ def build(
     elif dry_run:
         _dry_run(resolved.config, pool, kv_memory_fraction, as_json=as_json)
     else:
-        _build(resolved.config, pool, kv_memory_fraction, as_json=as_json)
+        _build(resolved.config, pool, kv_memory_fraction, evaluate=evaluate, as_json=as_json)
 
 
-def _build(config: BuildConfig, pool: int | None, fraction: float, *, as_json: bool) -> None:
+def _build(config: BuildConfig, pool: int | None, fraction: float, *, evaluate: bool, as_json: bool) -> None:
     from trtcb.builder.build import build as run_build
     from trtcb.cli.progress import stage_display
 
@@ -113,11 +120,31 @@ def _build(config: BuildConfig, pool: int | None, fraction: float, *, as_json: b
     estimate = _estimate_of_plan(report.path, pool, fraction)
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    distance = _distance(config, report) if evaluate else None
     if as_json:
-        _print_json({**asdict(report), "path": str(report.path), "estimate": asdict(estimate)})
+        _print_json(
+            {**asdict(report), "path": str(report.path), "estimate": asdict(estimate), "against_fp32": distance}
+        )
         return
-    _print_rows(_report_rows(report, estimate))
+    _print_rows({**_report_rows(report, estimate), **({} if distance is None else {"against fp32": distance})})
     print(f"\nRun it with: trtcb serve {report.path}")
+
+
+def _distance(config: BuildConfig, report: "BuildReport") -> str:
+    """How far the new plan is from fp32, in one line, or why that was not measured."""
+    if report.num_params > _EVAL_MAX_PARAMS:
+        return f"not measured above {_EVAL_MAX_PARAMS / 1e9:g} B parameters, see trtcb eval {report.path}"
+    from trtcb.evaluation.evaluation import EvalOptions, evaluate
+    from trtcb.evaluation.reference import has_random_weights, open_reference
+    from trtcb.evaluation.report import short_form
+    from trtcb.plan import Plan
+
+    with Plan.open(report.path, verify="header") as plan:
+        if has_random_weights(plan.header):
+            return "not measured, because the weights are random"
+        reference = open_reference(plan, config, on_note=lambda text: print(text, file=sys.stderr))
+        options = EvalOptions(max_tokens=_EVAL_TOKENS, window=_EVAL_TOKENS, needles=False, greedy=False)
+        return short_form(evaluate(plan, reference, options).drift)
 
 
 def _dry_run(config: BuildConfig, pool: int | None, fraction: float, *, as_json: bool) -> None:

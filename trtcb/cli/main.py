@@ -35,6 +35,7 @@ COMMANDS = {
     "serve": Command("Serve a plan over the OpenAI HTTP API.", "trtcb.cli.serve:serve"),
     "generate": Command("Complete prompts with a plan, without a server.", "trtcb.cli.generate:generate"),
     "chat": Command("Talk to a plan in the terminal.", "trtcb.cli.chat:chat"),
+    "eval": Command("Measure how far a plan is from its model.", "trtcb.cli.eval:evaluate"),
     "bench": Command("Compare scheduling configurations under load.", "trtcb.cli.bench:app"),
     "export": Command("Write a model's ONNX graph, with its weights.", "trtcb.cli.export:export"),
     "inspect": Command("Show what is inside a plan.", "trtcb.cli.inspect:inspect"),

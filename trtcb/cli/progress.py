@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -38,9 +39,13 @@ def stage_display(out: TextIO = sys.stderr) -> StageDisplay:
 
 
 class BarDisplay:
-    """One line a stage; the running one has a bar, its rate and what is left of its time."""
+    """One line a stage; the running one has a bar, its rate and what is left of its time.
 
-    def __init__(self) -> None:
+    ``size`` writes a stage's total, which is bytes unless the stages measure something else.
+    """
+
+    def __init__(self, size: Callable[[int], str] = format_size) -> None:
+        self._size = size
         # Here and not above: plain output does not pay for these imports.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -59,7 +64,7 @@ class BarDisplay:
     def on_stage(self, name: str, total: int) -> None:
         """Complete the running stage's bar and add one."""
         self._complete()
-        size = format_size(total) if total else ""
+        size = self._size(total) if total else ""
         self._task = self._progress.add_task(name, total=total or None, size=size)
 
     def on_progress(self, amount: int) -> None:
