@@ -22,7 +22,7 @@ from trtcb.executor.step_time import StepTime
 
 SETUP = Setup.parse("max_utilization", {}, 1)
 DEFAULT = Criterion()
-NOTHING = Requests(*(np.zeros(0) for _ in range(4)))
+NOTHING = Requests(*(np.zeros(0) for _ in range(4)), num_pauses=np.zeros(0, np.int64))
 
 
 def outcome(share: float, label: str = "a") -> Comparison:

@@ -3,10 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from trtcb.bench.metrics import RunResult, Slo
 from trtcb.bench.targets import Setup, Target
+from trtcb.bench.token_check import TokenCheck, TokenLog, check_tokens
 from trtcb.bench.workload import Workload
 from trtcb.errors import UsageError
 
@@ -71,6 +75,7 @@ class Comparison:
     seed: int
     num_requests: int
     results: tuple[Result, ...]
+    check: TokenCheck | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +96,12 @@ def compare(
     repeats: int,
     on_run: Callable[[str, int], None],
     max_concurrency: int | None = None,
+    num_checked: int = 0,
 ) -> Comparison:
     """Run every configuration under every repeat's workload. ``on_run`` is told of each run before it starts.
 
-    With ``max_concurrency`` clients hold requests back while so many are unfinished.
+    With ``max_concurrency`` clients hold requests back while so many are unfinished. Of every repeat, ``num_checked``
+    requests are served alone too, and their tokens compared (:mod:`trtcb.bench.token_check`).
     """
     if repeats < 1:
         raise UsageError(f"--repeats must be at least 1, not {repeats}.")
@@ -102,13 +109,22 @@ def compare(
     if len(set(labels)) < len(labels):
         raise UsageError("Two of the configurations are the same: change one, or use --repeats.")
     runs: list[list[RunResult]] = [[] for _ in setups]
-    num_requests = 0
+    num_requests, check = 0, None
     for repeat in range(repeats):
         workload = replace(source.generate(seed + repeat), max_concurrency=max_concurrency)
         num_requests = len(workload)
+        logs = {setup.label: TokenLog(num_requests) for setup in setups} if num_checked else {}
         for setup, its_runs in zip(setups, runs, strict=True):
             on_run(setup.label, repeat)
-            its_runs.append(target.run(setup.config, workload, slo))
+            its_runs.append(target.run(setup.config, workload, slo, logs.get(setup.label)))
+        if num_checked:
+            on_run("each alone", repeat)
+            alone = partial(target.alone, setups[0].config, workload)
+            requests = [its_runs[-1].requests for its_runs in runs]
+            num_pauses = np.sum([one.num_pauses for one in requests], axis=0)
+            is_served = ~np.isnan(np.sum([one.e2e_s for one in requests], axis=0))
+            found = check_tokens(logs, num_pauses, is_served, num_checked, alone)
+            check = found if check is None else check + found
     return Comparison(
         target=target.description,
         workload=str(source) if max_concurrency is None else f"{source}, max_concurrency={max_concurrency}",
@@ -116,4 +132,5 @@ def compare(
         seed=seed,
         num_requests=num_requests,
         results=tuple(Result(setup, tuple(its_runs)) for setup, its_runs in zip(setups, runs, strict=True)),
+        check=check,
     )

@@ -60,6 +60,7 @@ class Requests:
     ttft_s: Floats
     tpot_s: Floats
     e2e_s: Floats
+    num_pauses: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Collector:
         self._num_blocks = num_blocks
         self._max_batch_size = max_batch_size
         self._times = {name: np.full(len(workload), np.nan) for name in ("queue_s", "ttft_s", "tpot_s", "e2e_s")}
+        self._num_pauses = np.zeros(len(workload), np.int64)
         self._is_ended = np.zeros(len(workload), np.bool_)
         self._num_refused = 0
         self._itl_us: Counter[int] = Counter()  # exact to a microsecond, however many tokens there are
@@ -137,7 +139,7 @@ class Collector:
         if not self._is_ended.all():
             missing = int(np.flatnonzero(~self._is_ended)[0])
             raise ValidationFailedError(f"Request {missing} never ended: please report this.")
-        requests = Requests(**self._times)
+        requests = Requests(**self._times, num_pauses=self._num_pauses)
         num_done = len(self._workload) - self._num_refused
         num_good = int(_is_good(requests, slo).sum())
         totals = self._totals
@@ -177,6 +179,7 @@ class Collector:
                 f"Request {number} ended with '{request.reason.value}' after {request.num_generated_tokens} tokens, "
                 f"not after {expected}: please report this."
             )
+        self._num_pauses[number] = request.num_pauses
         for name, column in self._times.items():
             value = getattr(request, name)
             if value is not None:

@@ -38,7 +38,7 @@ class PolicyReport:
             parts += [f"{title}:", text_table(table)]
         if with_requests:
             parts += ["Queue wait / first token / end, in seconds from arrival:", text_table(per_request(comparison))]
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, *([str(comparison.check)] if comparison.check else [])])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""

@@ -35,6 +35,7 @@ def html_report(
         f"{len(comparison.results[0].runs)} repeats.</p>",
         f"<p>{escape(comparison.workload)}</p>",
         f"<pre>{escape(command)}</pre>",
+        *([f"<p>{escape(str(comparison.check))}</p>"] if comparison.check else []),
         "<h2>Latency</h2>",
         legend(names),
         '<div class="charts">',

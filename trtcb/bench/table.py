@@ -121,6 +121,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "slo_s": dict(comparison.slo.limits),
         "seed": comparison.seed,
         "num_requests": comparison.num_requests,
+        "token_check": None if comparison.check is None else asdict(comparison.check),
         "results": [
             {
                 "label": result.setup.label,

@@ -1,7 +1,8 @@
 """Where a comparison runs: on a simulated machine or on a plan. Both drive the engine core of serving."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -11,10 +12,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trtcb.bench.metrics import Collector, RunResult, Slo
+from trtcb.bench.token_check import TokenLog
 from trtcb.bench.workload import Workload
 from trtcb.config import ServeConfig
 from trtcb.config_sources import did_you_mean, resolve
-from trtcb.errors import RequestError, UsageError
+from trtcb.errors import RequestError, UsageError, ValidationFailedError
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.request import Request, SamplingParams
 from trtcb.executor.runtime import Runtime
@@ -60,8 +62,11 @@ class Target(Protocol):
     def engine(self) -> Mapping[str, Any]:
         """Settings that hold unless a configuration says otherwise."""
 
-    def run(self, config: EngineConfig, workload: Workload, slo: Slo) -> RunResult:
-        """Serve a workload with a fresh engine."""
+    def run(self, config: EngineConfig, workload: Workload, slo: Slo, log: TokenLog | None = None) -> RunResult:
+        """Serve a workload with a fresh engine; ``log`` takes in every token."""
+
+    def alone(self, config: EngineConfig, workload: Workload, numbers: Collection[int]) -> TokenLog:
+        """Serve some requests of a workload, each alone in a fresh engine that finds nothing in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +98,24 @@ class SimTarget:
             raise UsageError(f"--sim {source}: {'.'.join(map(str, item['loc']))}: {item['msg']}.") from None
         return SimTarget(f"sim {source}", StepTime(**settings.step_time.model_dump()), settings.engine)
 
-    def run(self, config: EngineConfig, workload: Workload, slo: Slo) -> RunResult:
+    def run(self, config: EngineConfig, workload: Workload, slo: Slo, log: TokenLog | None = None) -> RunResult:
         """Serve a workload in virtual time."""
+        clock = VirtualClock()
+        return serve(self._runtime(config, clock), config, clock, SIM_VOCAB_SIZE, workload, slo, log)
+
+    def alone(self, config: EngineConfig, workload: Workload, numbers: Collection[int]) -> TokenLog:
+        """Serve some requests one by one; only with ``check_contents`` are there tokens to look at."""
+        if not self.check_contents:
+            raise UsageError("A simulated model has tokens only with --check-contents: add it to check them.")
+        clock = VirtualClock()
+        return serve_alone(self._runtime(config, clock), config, clock, SIM_VOCAB_SIZE, workload, numbers)
+
+    def _runtime(self, config: EngineConfig, clock: VirtualClock) -> Runtime:
         if config.num_blocks is None:
             raise UsageError("A simulated machine has no memory to size the pool by: set num_blocks.")
-        clock = VirtualClock()
         size = {"num_blocks": config.num_blocks, "block_size": config.block_size}
         inner: Runtime = SimRuntime(vocab_size=SIM_VOCAB_SIZE, **size) if self.check_contents else BlankRuntime(**size)
-        return serve(VirtualTimeRuntime(inner, clock, self.step_time), config, clock, SIM_VOCAB_SIZE, workload, slo)
+        return VirtualTimeRuntime(inner, clock, self.step_time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +129,36 @@ class PlanTarget:
     path: Path
     engine: Mapping[str, Any]
 
-    def run(self, config: EngineConfig, workload: Workload, slo: Slo) -> RunResult:
+    def run(self, config: EngineConfig, workload: Workload, slo: Slo, log: TokenLog | None = None) -> RunResult:
         """Open the plan, warm up, and serve a workload."""
+        with self._opened(config) as (runtime, config, vocab_size):
+            warm_up(runtime, config, vocab_size)
+            return serve(runtime, config, SkippingClock(), vocab_size, workload, slo, log)
+
+    def alone(self, config: EngineConfig, workload: Workload, numbers: Collection[int]) -> TokenLog:
+        """Open the plan, and serve some requests one by one."""
+        with self._opened(config) as (runtime, config, vocab_size):
+            return serve_alone(runtime, config, SkippingClock(), vocab_size, workload, numbers)
+
+    @contextmanager
+    def _opened(self, config: EngineConfig) -> Iterator[tuple[Runtime, EngineConfig, int]]:
         from trtcb.executor.served_model import ServedModel
 
         served = ServedModel.from_plan(self.path, config, verify="header")
-        vocab_size = served.model.vocab_size
         try:
-            warm_up(served.runtime, served.config, vocab_size)
-            return serve(served.runtime, served.config, SkippingClock(), vocab_size, workload, slo)
+            yield served.runtime, served.config, served.model.vocab_size
         finally:
             served.runtime.close()
 
 
 def serve(
-    runtime: Runtime, config: EngineConfig, clock: JumpingClock, vocab_size: int, workload: Workload, slo: Slo
+    runtime: Runtime,
+    config: EngineConfig,
+    clock: JumpingClock,
+    vocab_size: int,
+    workload: Workload,
+    slo: Slo,
+    log: TokenLog | None = None,
 ) -> RunResult:
     """Serve a workload on a runtime whose model has the tokens below ``vocab_size``, and measure it."""
     collector = Collector(workload, runtime.num_blocks, config.max_batch_size)
@@ -142,9 +172,39 @@ def serve(
         max_concurrency=workload.max_concurrency,
     )
     for outcome in simulation.run(workload.requests(vocab_size)):
+        if log is not None:
+            log.add(outcome.deltas)
         if outcome.stats is not None:
             collector.step(outcome.stats, clock())
     return collector.result(max(clock() - float(workload.arrival_s[0]), 1e-9), slo)
+
+
+def serve_alone(
+    runtime: Runtime,
+    config: EngineConfig,
+    clock: JumpingClock,
+    vocab_size: int,
+    workload: Workload,
+    numbers: Collection[int],
+) -> TokenLog:
+    """Serve some requests of a workload, one after the other has ended, and return their tokens."""
+
+    def refuse(request: Request, reason: str) -> None:
+        raise ValidationFailedError(f"Request {request.request_id} was served under load, but not alone: {reason}")
+
+    log, wanted = TokenLog(len(workload)), set(numbers)
+    simulation = Simulation(
+        ScriptedRuntime(runtime, workload.ends, vocab_size),
+        replace(config, prefix_caching=False),
+        clock,
+        eos_token_id=vocab_size,
+        on_refused=refuse,
+        max_concurrency=1,
+    )
+    requests = (request for request in workload.requests(vocab_size) if int(request.request_id) in wanted)
+    for outcome in simulation.run(requests):
+        log.add(outcome.deltas)
+    return log
 
 
 def warm_up(runtime: Runtime, config: EngineConfig, vocab_size: int) -> None:

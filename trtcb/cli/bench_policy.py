@@ -31,6 +31,9 @@ class MachineFlags:
     check_contents: Annotated[
         bool, typer.Option("--check-contents", help="Keep token ids in the simulated KV blocks and read them back.")
     ] = False
+    check_tokens: Annotated[
+        int, typer.Option(min=0, help="Serve so many requests alone as well, and compare every token.")
+    ] = 0
 
     def target(self) -> "Target":
         """Return the machine."""
@@ -44,6 +47,8 @@ class MachineFlags:
             if self.sim is not None or self.step_time is not None or self.check_contents:
                 raise UsageError("--plan runs a real engine: leave --sim, --step-time and --check-contents out.")
             return PlanTarget(f"plan {self.plan.name}", self.plan, {})
+        if self.check_tokens and not self.check_contents:
+            raise UsageError("A simulated model has tokens only with --check-contents: add it to --check-tokens.")
         target = replace(SimTarget.load(self.sim or "builtin"), check_contents=self.check_contents)
         if self.step_time is None:
             return target
@@ -186,7 +191,7 @@ def bench_policy(
             measure = partial(_measure, run, setup, at_rate)
             knees.append(KneeSearch(measure, criterion, rate.knee_width, partial(_report_point, criterion)).run())
         source = at_rate(_highest(knees, criterion))
-    comparison = run(parsed, source=source)
+    comparison = run(parsed, source=source, num_checked=machine.check_tokens)
     frontier = merged_points(knees) or [LoadPoint(rate, run(parsed, source=other)) for rate, other in other_sources]
     found = PolicyReport(comparison, frontier, knees, criterion)
     print(found.text(with_requests=report.requests))
