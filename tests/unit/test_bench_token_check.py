@@ -15,7 +15,7 @@ from trtcb.bench.token_check import TokenCheck, TokenLog, check_tokens, chosen
 from trtcb.bench.workload import RandomWorkload
 from trtcb.errors import UsageError, ValidationFailedError
 from trtcb.executor.request import Delta
-from trtcb.executor.runtime import StepOutput
+from trtcb.executor.runtime import Batch, StepOutput
 from trtcb.executor.sim_runtime import SimRuntime
 
 POLICIES = ["static_batch", "guaranteed_no_evict", "max_utilization"]
@@ -50,19 +50,20 @@ def test_every_policy_streams_the_tokens_of_the_solo_run() -> None:
 
 
 class OneWrongToken(SimRuntime):
-    """Draws another token once, where a row begins again in the middle of its answer: after a pause."""
+    """Draws another token for one request at one place, but never when it is alone."""
 
-    def launch(self, batch) -> None:
-        self._batch = batch
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings)
+        self._launched: list[Batch] = []
+
+    def launch(self, batch: Batch) -> None:
+        self._launched.append(batch)
         super().launch(batch)
 
     def wait(self) -> StepOutput:
-        output = super().wait()
-        sampling = self._batch.sampling
-        is_wrong = (sampling.seed == 7) & (sampling.position == 40 + 16 + 20)
-        if len(sampling.seed) > 1:  # never alone
-            output = StepOutput(np.where(is_wrong, output.tokens ^ 1, output.tokens).astype(np.int32), output.logprobs)
-        return output
+        output, sampling = super().wait(), self._launched.pop(0).sampling
+        is_wrong = (sampling.seed == 7) & (sampling.position == 40 + 16 + 20) & (len(sampling.seed) > 1)
+        return StepOutput(np.where(is_wrong, output.tokens ^ 1, output.tokens).astype(np.int32), output.logprobs)
 
 
 def test_a_wrong_token_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

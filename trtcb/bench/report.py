@@ -94,7 +94,7 @@ def _frontier_chart(frontier: Sequence[LoadPoint], labels: Sequence[str]) -> str
         points = [(r.estimate("output_tok_s").mean, r.estimate("ttft_p95_s").mean) for r in results]
         lines.append(Line(label, index % NUM_COLOURS, points, has_marks=True))
     title = "Time to first token, p95, over output tokens a second"
-    return line_chart(title, lines, x_title="output tokens/s", y_title="TTFT p95, seconds")
+    return line_chart(title, lines, x_title="output tokens/s", y_title="TTFT p95, seconds, log", log_y=True)
 
 
 def _timeline(result: Result) -> str:
@@ -139,7 +139,7 @@ def _style() -> str:
         "border-radius:6px}.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));"
         "gap:1rem}figure{margin:0}figcaption{font-weight:600}svg{width:100%;height:auto;overflow:visible}"
         ".grid{stroke:var(--grid)}.tick,.axis{fill:var(--dim);font-size:12px}"
-        ".line{fill:none;stroke-width:2;stroke-linejoin:round}.mark{fill:var(--back)}"
+        ".mark{fill:var(--back);stroke-width:1.5}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
         ".legend{list-style:none;display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;padding:0}"
         ".key{display:inline-block;width:1.4rem;height:3px;margin-right:.4rem;vertical-align:middle}"
         ".wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"

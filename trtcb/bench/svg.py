@@ -43,13 +43,20 @@ class _Axis:
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], *, x_title: str, y_title: str, y_max: float | None = None, log_x: bool = False
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_title: str,
+    y_title: str,
+    y_max: float | None = None,
+    log_x: bool = False,
+    log_y: bool = False,
 ) -> str:
-    """Draw lines over axes; ``y`` starts at 0, and so does ``x`` unless ``log_x``. A screen reader says ``title``."""
+    """Draw lines over axes that start at 0, unless they are logarithmic. A screen reader says ``title``."""
     points = [point for line in lines for point in line.points]
     x_axis = _Axis([x for x, _ in points], _LEFT, WIDTH - _RIGHT, is_log=log_x)
     y_values = [y for _, y in points] if y_max is None else [y_max]
-    y_axis = _Axis(y_values, HEIGHT - _BOTTOM, _TOP)
+    y_axis = _Axis(y_values, HEIGHT - _BOTTOM, _TOP, is_log=log_y)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" xmlns="http://www.w3.org/2000/svg">'
         f"<title>{escape(title)}</title>"
@@ -60,7 +67,11 @@ def line_chart(
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for tick in x_axis.ticks:
         x = x_axis.pixel(tick)
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{tick:g}</text>')
+        # The last one would stick out of the picture.
+        anchor = "end" if tick == x_axis.ticks[-1] else "middle"
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="{anchor}">{tick:g}</text>'
+        )
     parts.append(f'<text class="axis" x="{WIDTH - _RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{escape(x_title)}</text>')
     parts.append(f'<text class="axis" x="{_LEFT}" y="{HEIGHT - 6}">{escape(y_title)} (up)</text>')
     for line in lines:

@@ -66,6 +66,7 @@ class LimitFlags:
     max_seq_len: Annotated[int | None, typer.Option(help="Prompt and output.")] = None
     block_size: Annotated[int | None, typer.Option(help="Tokens a KV block.")] = None
     num_blocks: Annotated[int | None, typer.Option(help="KV pool in blocks.")] = None
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine, with --plan.")] = None
 
     def given(self) -> dict[str, Any]:
         """Return those that were given."""

@@ -36,7 +36,7 @@ COMMANDS = {
     "generate": Command("Complete prompts with a plan, without a server.", "trtcb.cli.generate:generate"),
     "chat": Command("Talk to a plan in the terminal.", "trtcb.cli.chat:chat"),
     "eval": Command("Measure how far a plan is from its model.", "trtcb.cli.eval:evaluate"),
-    "bench": Command("Compare scheduling configurations under load.", "trtcb.cli.bench:app"),
+    "bench": Command("Measure a server, an engine, or scheduling policies.", "trtcb.cli.bench:app"),
     "export": Command("Write a model's ONNX graph, with its weights.", "trtcb.cli.export:export"),
     "inspect": Command("Show what is inside a plan.", "trtcb.cli.inspect:inspect"),
     "models": Command("List the models known by name.", "trtcb.cli.models:app"),
