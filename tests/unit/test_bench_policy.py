@@ -252,7 +252,7 @@ def test_the_report_is_well_formed_and_needs_nothing_else() -> None:
     assert "url(" not in html
     assert "@import" not in html
     assert "prefers-color-scheme:dark" in html
-    assert ".mark{fill:var(--back)}" in html  # else black, in the dark as well
+    assert ".mark{fill:var(--back);" in html  # else black, in the dark as well
     assert "&lt;&amp;&gt;" in html
     cells = [[c.firstChild.data if c.firstChild else "" for c in row.childNodes] for row in _rows(document)]
     assert cells == rows(comparison)
