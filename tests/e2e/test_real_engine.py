@@ -27,10 +27,9 @@ class FaultyRuntime(SimRuntime):
         self.is_fatal = is_fatal
 
     def launch(self, batch) -> None:
-        super().launch(batch)
         if self.poison not in batch.input_ids:
+            super().launch(batch)
             return
-        self._batch = None
         error = RuntimeError("bad row")
         if self.is_fatal:
             self.healthy = False
