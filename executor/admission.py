@@ -4,7 +4,7 @@ import math
 import secrets
 from dataclasses import dataclass
 
-from trtcb.errors import RequestError
+from trtcb.errors import RequestError, shown
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.detokenizer import Decoder, TextOutput
 from trtcb.executor.request import MAX_LOGIT_BIASES, MAX_LOGPROBS, Request, SamplingParams
@@ -32,14 +32,14 @@ class Admission:
         _check_labels(request)
         _check_params(params, has_tokenizer=self.tokenizer is not None)
         _check_logit_params(params, self.vocab_size)
-        if not (isinstance(request.priority, (int, float)) and 0.0 <= request.priority <= 1.0):
-            raise RequestError(f"priority must be a number from 0 to 1, not {request.priority}.", param="priority")
+        _check_number("priority", request.priority, 0.0, 1.0)
         self._check_prompt(request.prompt_token_ids)
         seed = params.seed
         max_tokens = self._max_tokens(len(request.prompt_token_ids), params.max_tokens)
         if params.min_tokens > max_tokens:
             raise RequestError(
-                f"min_tokens is {params.min_tokens}, but this request may have {max_tokens} new tokens: lower it.",
+                f"min_tokens is {shown(params.min_tokens)}, but this request may have {max_tokens} new tokens: "
+                "lower it.",
                 param="min_tokens",
             )
         seq = Sequence(
@@ -84,7 +84,7 @@ class Admission:
         for token in token_ids:
             if not _is_int(token) or not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"Token id {token!r} is outside the vocabulary: use ids from 0 to {self.vocab_size - 1}.",
+                    f"Token id {shown(token)} is outside the vocabulary: use ids from 0 to {self.vocab_size - 1}.",
                     param="prompt",
                 )
 
@@ -118,12 +118,16 @@ def _check_labels(request: Request) -> None:
     for name in ("stop", "stop_token_ids", "logit_bias"):
         if not isinstance(getattr(request.params, name), (tuple, list)):
             raise RequestError(f"{name} must be a list or tuple, even for one entry.", param=name)
+    if not isinstance(request.params.ignore_eos, bool):
+        raise RequestError("ignore_eos must be true or false.", param="ignore_eos")
+    if not isinstance(request.prompt_token_ids, tuple):  # siblings are found by it, and nobody may change it
+        raise RequestError("The prompt must be a tuple of token ids: write tuple(...) around it.", param="prompt")
 
 
 def _check_params(params: SamplingParams, *, has_tokenizer: bool) -> None:
     if params.max_tokens is not None and not (_is_int(params.max_tokens) and params.max_tokens >= 1):
         raise RequestError(
-            f"max_tokens must be a whole number of at least 1, not {params.max_tokens}.", param="max_tokens"
+            f"max_tokens must be a whole number of at least 1, not {shown(params.max_tokens)}.", param="max_tokens"
         )
     _check_number("temperature", params.temperature, 0.0, math.inf)
     _check_number("min_p", params.min_p, 0.0, 1.0)
@@ -131,11 +135,11 @@ def _check_params(params: SamplingParams, *, has_tokenizer: bool) -> None:
     if params.top_p == 0.0:
         raise RequestError("top_p must be above 0: use temperature 0 for greedy decoding.", param="top_p")
     if not _is_int(params.top_k) or not 0 <= params.top_k <= _MAX_TOP_K:
-        raise RequestError(f"top_k must be a whole number, 0 for off, not {params.top_k}.", param="top_k")
+        raise RequestError(f"top_k must be a whole number, 0 for off, not {shown(params.top_k)}.", param="top_k")
     if not _is_int(params.n) or params.n != 1:
-        raise RequestError(f"A request has one answer, not n={params.n}: make a request for each.", param="n")
+        raise RequestError(f"A request has one answer, not n={shown(params.n)}: make a request for each.", param="n")
     if params.seed is not None and not _is_int(params.seed):
-        raise RequestError(f"seed must be a whole number, not {params.seed}.", param="seed")
+        raise RequestError(f"seed must be a whole number, not {shown(params.seed)}.", param="seed")
     if not all(isinstance(stop, str) and stop for stop in params.stop):
         raise RequestError("A stop string is empty: leave it out.", param="stop")
     if params.stop and not has_tokenizer:
@@ -150,20 +154,23 @@ def _check_logit_params(params: SamplingParams, vocab_size: int) -> None:
     _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
     if not _is_int(params.min_tokens) or params.min_tokens < 0:
         raise RequestError(
-            f"min_tokens must be a whole number of at least 0, not {params.min_tokens}.", param="min_tokens"
+            f"min_tokens must be a whole number of at least 0, not {shown(params.min_tokens)}.", param="min_tokens"
         )
     if params.logprobs is not None and not (_is_int(params.logprobs) and 0 <= params.logprobs <= MAX_LOGPROBS):
         raise RequestError(
-            f"logprobs must be a whole number from 0 to {MAX_LOGPROBS}, not {params.logprobs}.", param="logprobs"
+            f"logprobs must be a whole number from 0 to {MAX_LOGPROBS}, not {shown(params.logprobs)}.", param="logprobs"
         )
     if len(params.logit_bias) > MAX_LOGIT_BIASES:
         raise RequestError(
             f"logit_bias has {len(params.logit_bias)} entries: send at most {MAX_LOGIT_BIASES}.", param="logit_bias"
         )
-    for token, bias in params.logit_bias:
+    for entry in params.logit_bias:
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+            raise RequestError("logit_bias is made of pairs, each a token id and a number.", param="logit_bias")
+        token, bias = entry
         if not _is_int(token) or not 0 <= token < vocab_size:
             raise RequestError(
-                f"Token id {token} of logit_bias is outside the vocabulary: use ids from 0 to {vocab_size - 1}.",
+                f"Token id {shown(token)} of logit_bias is outside the vocabulary: use ids from 0 to {vocab_size - 1}.",
                 param="logit_bias",
             )
         _check_number("logit_bias", bias, -100.0, 100.0)
@@ -173,7 +180,7 @@ def _check_number(param: str, value: float, least: float, most: float) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
     if not is_number or not least <= value <= most:
         bound = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
-        raise RequestError(f"{param} must be a number {bound}, not {value}.", param=param)
+        raise RequestError(f"{param} must be a number {bound}, not {shown(value)}.", param=param)
 
 
 def _is_int(value: object) -> bool:

@@ -1,16 +1,19 @@
 """How an engine schedules and how much it may hold: the frozen settings every part of the executor reads."""
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 
-from trtcb.errors import UsageError
+from trtcb.errors import UsageError, shown
 from trtcb.executor.chunking import CHUNK_POLICIES
+from trtcb.executor.own_policy import OwnPolicy
 from trtcb.executor.policies import CAPACITY_POLICIES, CapacityPolicy
 from trtcb.executor.queueing import QUEUE_POLICIES, QueueOptions, QueuePolicy
 from trtcb.executor.victims import VICTIM_POLICIES
 from trtcb.spec import BuildLimits
+
+_LARGEST = 1e300  # of any number; unlike math.isfinite, a comparison takes integers of any size
+_MOST = (1 << 63) - 1  # of any count
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.scheduler_policy, str) or not isinstance(self.scheduler_policy, CapacityPolicy):
             _check_name("scheduler_policy", self.scheduler_policy, CAPACITY_POLICIES)
+        if isinstance(self.scheduler_policy, type):
+            name = self.scheduler_policy.__name__
+            raise UsageError(f"scheduler_policy {name} is a class: give an object of it, {name}().")
         _check_name("chunk_policy", self.chunk_policy, CHUNK_POLICIES)
         _check_name("queue_policy", self.queue_policy, QUEUE_POLICIES)
         _check_name("victim_policy", self.victim_policy, VICTIM_POLICIES)
@@ -64,10 +70,15 @@ class EngineConfig:
         for name in ("num_blocks", "kv_memory_bytes", "default_max_tokens", "threads", "max_prefill_tokens"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
-        if not 0.0 < self.kv_memory_fraction <= 1.0:
-            raise UsageError(f"kv_memory_fraction is a share above 0 and up to 1, not {self.kv_memory_fraction}.")
-        if isinstance(self.overlap_depth, bool) or self.overlap_depth not in (0, 1):
-            raise UsageError(f"overlap_depth is 0 (no step waits in flight) or 1, not {self.overlap_depth!r}.")
+        for name in ("chunked_prefill", "prefix_caching", "stall_free"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is True or False, not {shown(getattr(self, name))}.")
+        if not (_is_number(self.kv_memory_fraction) and 0.0 < self.kv_memory_fraction <= 1.0):
+            raise UsageError(
+                f"kv_memory_fraction is a share above 0 and up to 1, not {shown(self.kv_memory_fraction)}."
+            )
+        if not (_is_int(self.overlap_depth) and self.overlap_depth in (0, 1)):
+            raise UsageError(f"overlap_depth is 0 (no step waits in flight) or 1, not {shown(self.overlap_depth)}.")
         if self.num_blocks is not None and self.kv_memory_bytes is not None:
             raise UsageError("num_blocks and kv_memory_bytes both size the pool: give one of them.")
         self._check_options()
@@ -79,9 +90,9 @@ class EngineConfig:
         return self.scheduler_policy if isinstance(self.scheduler_policy, str) else type(self.scheduler_policy).__name__
 
     def capacity_policy(self) -> CapacityPolicy:
-        """Return the capacity policy, which has no state."""
+        """Return the capacity policy; one of your own is checked in every step."""
         policy = self.scheduler_policy
-        return CAPACITY_POLICIES[policy] if isinstance(policy, str) else policy
+        return CAPACITY_POLICIES[policy] if isinstance(policy, str) else OwnPolicy(policy)
 
     def queue(self) -> QueuePolicy:
         """Make a queue policy for one scheduler."""
@@ -89,14 +100,16 @@ class EngineConfig:
 
     def _check_options(self) -> None:
         """Refuse options that would have no effect where they are set, or no meaning."""
-        if not 0.0 <= self.watermark < 1.0:
-            raise UsageError(f"watermark is a share from 0 to below 1, not {self.watermark}.")
+        if not (_is_number(self.watermark) and 0.0 <= self.watermark < 1.0):
+            raise UsageError(f"watermark is a share from 0 to below 1, not {shown(self.watermark)}.")
         if self.priority_ageing_s is not None:
             _check_positive("priority_ageing_s", self.priority_ageing_s)
             if self.queue_policy != "priority":
                 raise UsageError("priority_ageing_s is for queue_policy 'priority': set that, or leave it out.")
+        if not isinstance(self.tenant_weights, Mapping):
+            raise UsageError("tenant_weights is a mapping of tenants to numbers: leave it out for none.")
         for tenant, weight in self.tenant_weights.items():
-            _check_positive(f"the weight of tenant '{tenant}'", weight)
+            _check_positive(f"the weight of tenant '{shown(tenant)}'", weight)
         if self.tenant_weights and self.queue_policy != "wfq":
             raise UsageError("tenant_weights are for queue_policy 'wfq': set that, or leave them out.")
         if self.victim_policy != "newest" and self.scheduler_policy in ("guaranteed_no_evict", "static_batch"):
@@ -155,20 +168,27 @@ class EngineConfig:
 def _check_name(setting: str, name: object, known: Collection[str]) -> None:
     if isinstance(name, str) and name in known:
         return
-    close = get_close_matches(str(name).lower().replace("-", "_"), known, n=1)
+    close = get_close_matches(shown(name).lower().replace("-", "_"), known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
-    raise UsageError(f"{setting} '{name}' is unknown: {hint}Choose one of {', '.join(known)}.")
+    raise UsageError(f"{setting} '{shown(name)}' is unknown: {hint}Choose one of {', '.join(known)}.")
 
 
 def _check_positive(setting: str, value: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise UsageError(f"{setting} must be a number above 0, not {value!r}.")
+    if not _is_number(value) or not 0 < value <= _LARGEST:
+        raise UsageError(f"{setting} must be a number above 0, not {shown(value)}.")
 
 
 def _check_at_least(setting: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{setting} must be a whole number of at least {least}, not {value!r}.")
+    if not _is_int(value) or not least <= value <= _MOST:
+        raise UsageError(f"{setting} must be a whole number of at least {least}, not {shown(value)}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 _DEFAULTS = EngineConfig()

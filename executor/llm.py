@@ -11,7 +11,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Literal
 
-from trtcb.errors import DrainTimeoutError, QueueFullError, RequestError, UsageError
+from trtcb.errors import DrainTimeoutError, QueueFullError, RequestError, UsageError, shown
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams, TokenLogprobs, fan_out
 from trtcb.executor.runtime import Runtime
@@ -304,7 +304,7 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise RequestError("params must be SamplingParams.", param="params")
         if isinstance(params.n, bool) or not isinstance(params.n, int) or params.n < 1:
-            raise RequestError(f"n must be a whole number of at least 1, not {params.n}.", param="n")
+            raise RequestError(f"n must be a whole number of at least 1, not {shown(params.n)}.", param="n")
         self._engine.check(replace(request, params=replace(params, n=1)))
         return fan_out(request, params.n)
 

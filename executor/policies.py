@@ -24,7 +24,7 @@ class CapacityPolicy(Protocol):
     """Decides about memory, once per step. An engine may be given one of your own: see ``examples/custom_policy.py``.
 
     Whatever it lets start or grow must fit into ``active.free_blocks``, ``fitting`` into ``active.max_requests``, and
-    ``paused`` are started ones that are not ``fitting``.
+    ``paused`` are started ones that are not ``fitting``. What breaks these rules ends the engine (``own_policy.py``).
     """
 
     def select(self, active: ActiveList) -> Choice:

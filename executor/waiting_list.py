@@ -19,6 +19,9 @@ class WaitingList:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._sequences
+
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 

@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+MAX_SHOWN = 80  # characters of a bad value in the sentence about it
+
 
 class TrtcbError(Exception):
     """Base of all errors a user may see; ``exit_code`` is what the command ends with."""
@@ -76,3 +78,14 @@ class DrainingError(TrtcbError):
 
 class EngineDeadError(TrtcbError):
     """The engine stopped on a fatal error; nothing can be served until it is restarted."""
+
+
+def shown(value: object) -> str:
+    """Return ``value`` for an error's sentence: short, in one line, and whatever it is."""
+    try:
+        text = str(value)
+        is_plain = text.isprintable()
+    except Exception:  # an integer of thousands of digits, or an object that cannot say what it is
+        return f"that {type(value).__name__}"
+    text = text if is_plain else ascii(text)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -111,6 +111,8 @@ NAN, INF = float("nan"), float("inf")
         *(("logit_bias", ((5, v),)) for v in (100.5, -101, NAN, "x")),
         *(("logit_bias", ((v, 1.0),)) for v in (26, -1, 1.0, "5")),
         ("logit_bias", ((5, 1.0),) * 1025),
+        *(("logit_bias", v) for v in ((5,), ((5,),), ((5, 1.0, 2.0),), (None,))),
+        *(("ignore_eos", v) for v in (0, None, "no")),
     ],
 )
 def test_bad_parameters_are_refused_by_name(param, value):
@@ -120,6 +122,33 @@ def test_bad_parameters_are_refused_by_name(param, value):
 @pytest.mark.parametrize("priority", [-0.1, 1.1, NAN])
 def test_priority_is_from_0_to_1(priority):
     assert refused(admission(), priority=priority).param == "priority"
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], {1, 2}, range(3), b"\x01", "ab", None, 5, iter([1])])
+def test_a_prompt_is_a_tuple(prompt):
+    """A list could be changed later, and a sibling's prompt is looked up: in the engine thread, it must not fail."""
+    with pytest.raises(RequestError, match="tuple of token ids") as caught:
+        admission().sequence(Request("r", prompt, SamplingParams()), 0.0)
+    assert caught.value.param == "prompt"
+
+
+BAD_VALUES = {
+    "huge": 10**5000,
+    "below": -(10**5000),
+    "large": 10**400,
+    "surrogate": "\ud800",
+    "lines": "a\nb" * 1000,
+    "inside": (10**5000,),
+}
+
+
+@pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
+@pytest.mark.parametrize("param", ["temperature", "min_tokens", "logprobs", "n", "top_k", "frequency_penalty"])
+def test_whatever_is_wrong_the_sentence_is_short(param, value):
+    error = refused(admission(), **{param: value})
+    assert error.param == param
+    assert len(str(error)) < 200
+    assert str(error).isprintable()
 
 
 def test_bounds_themselves_are_accepted():

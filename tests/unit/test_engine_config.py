@@ -6,7 +6,10 @@ import pytest
 
 from trtcb.errors import UsageError
 from trtcb.executor.config import EngineConfig
+from trtcb.executor.policies import MaxUtilization
 from trtcb.spec import BuildLimits
+
+FLAGS = ("chunked_prefill", "prefix_caching", "stall_free")
 
 
 def test_defaults_are_valid_and_frozen():
@@ -50,6 +53,14 @@ def test_defaults_are_valid_and_frozen():
         ("kv_memory_fraction", 0.0, "above 0 and up to 1"),
         ("kv_memory_fraction", 1.01, "above 0 and up to 1"),
         ("kv_memory_fraction", float("nan"), "above 0 and up to 1"),
+        *((name, "0.5", "is a share") for name in ("watermark", "kv_memory_fraction")),
+        *((name, value, "is True or False") for name in FLAGS for value in ("no", 0, None)),
+        ("watermark", False, "is a share"),
+        ("tenant_weights", None, "tenant_weights is a mapping"),
+        ("tenant_weights", {"a": 10**400}, "must be a number above 0, not 1000"),
+        ("overlap_depth", 1.0, "overlap_depth is 0"),
+        ("num_blocks", 1 << 63, "num_blocks must be a whole number of at least 1"),
+        ("scheduler_policy", MaxUtilization, "MaxUtilization is a class: give an object of it"),
     ],
 )
 def test_bad_values_are_named(setting, value, message):
