@@ -11,6 +11,7 @@ from trtcb.errors import UsageError
 from trtcb.executor.runtime import Batch
 
 MIN_FIT_STEPS = 8
+MAX_COEFFICIENTS_S = 1e6  # all together
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,11 @@ class StepTime:
     host_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(astuple(self)) < 0 or not sum(astuple(self)) > 0:
-            raise UsageError(f"A step takes time: give {self} coefficients of at least 0, one of them above it.")
+        if min(astuple(self)) < 0 or not 0 < sum(astuple(self)) <= MAX_COEFFICIENTS_S:
+            raise UsageError(
+                f"A step takes time: give {self} coefficients of at least 0, one of them above it, and of no more than "
+                f"{MAX_COEFFICIENTS_S:g} together."
+            )
 
     def seconds(self, load: StepLoad) -> float:
         """Time of one step on the device."""

@@ -195,6 +195,12 @@ def test_bad_setups_are_refused(text: str, complaint: str) -> None:
         Setup.parse(text, {}, 10)
 
 
+def test_a_run_in_which_every_request_is_refused_says_why() -> None:
+    source = RandomWorkload(num_prompts=3, random_input_len=50, random_output_len=5)
+    with pytest.raises(UsageError, match=r"All requests of the workload were refused.*the pool has 4"):
+        run(["guaranteed_no_evict"], source, num_blocks=4, block_size=10, max_num_tokens=64)
+
+
 def test_the_same_setup_twice_is_refused() -> None:
     with pytest.raises(UsageError, match="are the same"):
         run(["static_batch", "static_batch"], RandomWorkload(num_prompts=1))

@@ -46,7 +46,7 @@ def test_time_is_linear() -> None:
     assert StepTime(0.025).seconds(StepLoad(8, 3, 21)) == 0.025
 
 
-@pytest.mark.parametrize("values", [(0.0,), (-1.0,), (1.0, -0.1), (float("nan"),)])
+@pytest.mark.parametrize("values", [(0.0,), (-1.0,), (1.0, -0.1), (float("nan"),), (float("inf"),), (1e308,)])
 def test_impossible_models_are_refused(values: tuple[float, ...]) -> None:
     with pytest.raises(UsageError, match="A step takes time"):
         StepTime(*values)

@@ -64,6 +64,11 @@ def test_requests_share_the_prefix_and_nothing_else() -> None:
         {"random_range_ratio": 1.0},
         {"output_len_cv": -1.0},
         {"max_tokens": 0},
+        *({"output_len_cv": value} for value in (float("nan"), float("inf"), 1e200)),
+        *({"num_prompts": value} for value in (10**13, 10**25)),
+        *({"random_input_len": value} for value in (10**13, 10**25)),
+        {"random_prefix_len": 10**25},
+        {"max_tokens": 10**25},
     ],
 )
 def test_impossible_workloads_are_refused(settings: dict[str, float]) -> None:
@@ -102,6 +107,10 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
         ({"prompt_len": 3, "output_len": 0}, "line 2: output_len"),
         ("[1]", "line 2"),
         ('{"prompt_len": 3, "output_len": 1, "arrival_s": NaN}', "line 2: arrival_s"),
+        ({"prompt_len": 3, "output_len": 1, "arrival_s": 1e308}, "line 2: arrival_s"),
+        *(({"prompt_len": value, "output_len": 1}, "line 2: prompt_len") for value in (10**13, 10**30)),
+        ({"prompt_len": 3, "output_len": 10**30}, "line 2: output_len"),
+        ({"prompt_len": 3, "output_len": 1, "max_tokens": 10**30}, "line 2: max_tokens"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, object] | str, complaint: str) -> None:

@@ -163,12 +163,18 @@ def serve(
     workload = workload.within(config.max_seq_len)
     collector = Collector(workload, runtime.num_blocks, config.max_batch_size)
     end_token = vocab_size  # one that the model does not have, so that nothing else ends an answer
+    reasons: list[str] = []
+
+    def refuse(request: Request, reason: str) -> None:
+        reasons.append(reason)
+        collector.refuse(request.request_id)
+
     simulation = Simulation(
         ScriptedRuntime(runtime, workload.ends, end_token),
         config,
         clock,
         eos_token_id=end_token,
-        on_refused=lambda request, _: collector.refuse(request.request_id),
+        on_refused=refuse,
         max_concurrency=workload.max_concurrency,
         reader=None if log is None else AnswerReader(),
     )
@@ -177,6 +183,8 @@ def serve(
             log.add(outcome.deltas)
         if outcome.stats is not None:
             collector.step(outcome.stats, clock())
+    if len(reasons) == len(workload):
+        raise UsageError(f"All requests of the workload were refused, so there is nothing to measure. {reasons[0]}")
     return collector.result(max(clock() - float(workload.arrival_s[0]), 1e-9), slo)
 
 

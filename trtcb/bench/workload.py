@@ -11,11 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trtcb.errors import UsageError
+from trtcb.errors import UsageError, shown
 from trtcb.executor.request import Request, SamplingParams
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+MAX_COUNT = 10_000_000  # of requests, and of tokens of one: beyond all memory, and far below what overflows
+MAX_ARRIVAL_S = 1e9
+MAX_OUTPUT_LEN_CV = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +95,16 @@ class RandomWorkload:
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "random_input_len", "random_output_len"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}.")
+            _check_count(name, getattr(self, name), 1)
+        _check_count("random_prefix_len", self.random_prefix_len, 0)
         if not (self.request_rate > 0 and self.burstiness > 0):
             raise UsageError("--request-rate and --burstiness must be above 0; use inf to send everything at once.")
         if not 0 <= self.random_range_ratio < 1:
             raise UsageError(f"--random-range-ratio must be from 0 to below 1, not {self.random_range_ratio}.")
-        if self.output_len_cv < 0 or self.random_prefix_len < 0:
-            raise UsageError("--output-len-cv and --random-prefix-len must not be negative.")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError(
-                f"--max-tokens must be at least 1, not {self.max_tokens}: leave it out to declare exactly."
-            )
+        if not 0 <= self.output_len_cv <= MAX_OUTPUT_LEN_CV:
+            raise UsageError(f"--output-len-cv must be from 0 to {MAX_OUTPUT_LEN_CV:g}, not {self.output_len_cv}.")
+        if self.max_tokens is not None:
+            _check_count("max_tokens", self.max_tokens, 1)
 
     def generate(self, seed: int) -> Workload:
         """Draw the workload of this seed."""
@@ -117,7 +118,7 @@ class RandomWorkload:
         if self.output_len_cv:
             sigma = math.sqrt(math.log1p(self.output_len_cv**2))
             drawn = rng.lognormal(math.log(self.random_output_len) - sigma**2 / 2, sigma, count)
-            output_len = np.maximum(1, np.rint(drawn)).astype(np.int64)
+            output_len = np.clip(np.rint(drawn), 1, MAX_COUNT).astype(np.int64)
         else:
             output_len = self._uniform(rng, self.random_output_len)
         output_len, max_tokens = _declared(output_len, self.max_tokens)
@@ -133,10 +134,10 @@ class RandomWorkload:
 class _TraceLine(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    arrival_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    prompt_len: Annotated[int, Field(ge=1)]
-    output_len: Annotated[int, Field(ge=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    arrival_s: Annotated[float, Field(ge=0, le=MAX_ARRIVAL_S, allow_inf_nan=False)] = 0.0
+    prompt_len: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    output_len: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     priority: Annotated[float, Field(ge=0, le=1)] = 0.5
 
 
@@ -190,3 +191,8 @@ def _declared(output_len: Ints, max_tokens: int | None) -> tuple[Ints, Ints]:
     if max_tokens is None:
         return output_len, output_len
     return np.minimum(output_len, max_tokens), np.full(len(output_len), max_tokens)
+
+
+def _check_count(name: str, count: int, least: int) -> None:
+    if not least <= count <= MAX_COUNT:
+        raise UsageError(f"--{name.replace('_', '-')} must be from {least} to {MAX_COUNT}, not {shown(count)}.")
