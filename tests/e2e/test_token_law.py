@@ -52,26 +52,30 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 SETTINGS = {
-    "chunk 32": {"max_num_tokens": 32, "prefix_caching": False},
     "chunk 64, reuse": {"max_num_tokens": 64},
-    "chunk 512, reuse": {"max_num_tokens": 512},
-    "chunk 512": {"max_num_tokens": 512, "prefix_caching": False},
-    "equal progress": {"max_num_tokens": 96, "chunk_policy": "equal_progress"},
-    "static batch": {"scheduler_policy": "static_batch", "max_batch_size": 5},
-    "pauses": {"scheduler_policy": "max_utilization", "num_blocks": 10},
     "pauses, chunk 64, no reuse": {
         "scheduler_policy": "max_utilization",
         "num_blocks": 8,
         "max_num_tokens": 64,
         "prefix_caching": False,
     },
-    "overlap": {"overlap_depth": 1},
     "overlap, pauses": {"overlap_depth": 1, "scheduler_policy": "max_utilization", "num_blocks": 10},
+}
+MORE_SETTINGS = {
+    "static batch": {"scheduler_policy": "static_batch", "max_batch_size": 5},
+    "chunk 32": {"max_num_tokens": 32, "prefix_caching": False},
+    "chunk 512, reuse": {"max_num_tokens": 512},
+    "chunk 512": {"max_num_tokens": 512, "prefix_caching": False},
+    "equal progress": {"max_num_tokens": 96, "chunk_policy": "equal_progress"},
+    "pauses": {"scheduler_policy": "max_utilization", "num_blocks": 10},
+    "overlap": {"overlap_depth": 1},
 }
 
 
+@pytest.mark.timeout(1200)  # slow processors are welcome
+@pytest.mark.parametrize("all_settings", [SETTINGS, pytest.param(MORE_SETTINGS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("weight_dtype", "kv_dtype"), [("bf16", "fp8"), ("fp32", "fp32")])
-def test_tokens_equal_the_solo_run(smollm2_plan, weight_dtype, kv_dtype):
+def test_tokens_equal_the_solo_run(smollm2_plan, weight_dtype, kv_dtype, all_settings):
     if weight_dtype == "bf16":
         skip_without_fast_bf16()
     plan = smollm2_plan(weight_dtype, kv_dtype)
@@ -82,7 +86,7 @@ def test_tokens_equal_the_solo_run(smollm2_plan, weight_dtype, kv_dtype):
         plain = llm.generate([prompts[i] for i in edited], [replace(params[i], **OFF) for i in edited])
     assert any(completion.text for completion in solo)
     assert any(solo[i].token_ids != one.token_ids for i, one in zip(edited, plain, strict=True))
-    for name, settings in SETTINGS.items():
+    for name, settings in all_settings.items():
         steps = []
         with LLM(plan, on_step=steps.append, **{"max_batch_size": 16, "max_seq_len": 700, **settings}) as llm:
             together = llm.generate(prompts, params)
