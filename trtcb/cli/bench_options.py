@@ -57,6 +57,7 @@ class EngineFlags:
     watermark: Annotated[float | None, typer.Option(help="Share of the pool kept free at a start. [0]")] = None
     stall_free: Annotated[bool | None, typer.Option("--stall-free/--no-stall-free", help="Decodes first. [off]")] = None
     max_prefill_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in one step. [no cap]")] = None
+    overlap_depth: Annotated[int | None, typer.Option(help="Steps in flight while scheduling, 0 or 1. [0]")] = None
     max_batch_size: Annotated[
         int | None, typer.Option("--max-batch-size", "--max-num-seqs", help="Sequences in one step. [the plan's]")
     ] = None
