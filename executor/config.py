@@ -179,8 +179,10 @@ def _check_positive(setting: str, value: float) -> None:
 
 
 def _check_at_least(setting: str, value: int, least: int) -> None:
-    if not _is_int(value) or not least <= value <= _MOST:
+    if not _is_int(value) or value < least:
         raise UsageError(f"{setting} must be a whole number of at least {least}, not {shown(value)}.")
+    if value > _MOST:
+        raise UsageError(f"{setting} must be at most {_MOST}, not {shown(value)}: lower it.")
 
 
 def _is_number(value: object) -> bool:

@@ -186,6 +186,8 @@ def test_a_setup_takes_the_settings_of_serve() -> None:
         ("max_utilisation", "scheduler_policy"),
         ("static_batch:num_blok=3", "did you mean 'num_blocks'"),
         ("static_batch:num_blocks", "name=value"),
+        ("static_batch:num_blocks=8,num-blocks=9", "num_blocks is given twice"),
+        ("static_batch:scheduler_policy=max_utilization", "scheduler_policy is given twice"),
         ("static_batch:num_blocks=many", "num_blocks"),
         ("static_batch:port=80", "port is no setting of the engine"),
     ],

@@ -59,7 +59,7 @@ def test_defaults_are_valid_and_frozen():
         ("tenant_weights", None, "tenant_weights is a mapping"),
         ("tenant_weights", {"a": 10**400}, "must be a number above 0, not 1000"),
         ("overlap_depth", 1.0, "overlap_depth is 0"),
-        ("num_blocks", 1 << 63, "num_blocks must be a whole number of at least 1"),
+        ("num_blocks", 1 << 63, "num_blocks must be at most 9223372036854775807, not 9223372036854775808"),
         ("scheduler_policy", MaxUtilization, "MaxUtilization is a class: give an object of it"),
     ],
 )

@@ -97,6 +97,11 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
     assert TraceWorkload(source.path, max_tokens=64).generate(0).max_tokens.tolist() == [64, 5]
 
 
+def test_a_trace_may_count_from_1970(tmp_path: Path) -> None:
+    line = {"arrival_s": 1764489600.5, "prompt_len": 3, "output_len": 4}
+    assert _trace(tmp_path / "t.jsonl", line).generate(0).arrival_s.tolist() == [1764489600.5]
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [

@@ -262,7 +262,10 @@ class Setup:
             name, equals, value = part.partition("=")
             if not equals:
                 raise UsageError(f"'{text}': write settings as name=value, not '{part}'.")
-            flags[name.strip().replace("-", "_")] = value.strip()
+            name = name.strip().replace("-", "_")
+            if name in flags:
+                raise UsageError(f"'{text}': {name} is given twice: leave one out.")
+            flags[name] = value.strip()
         resolved = resolve(ServeConfig, flags={**common, **flags})
         foreign = [name for name, origin in resolved.origins.items() if origin == "flag" and name not in _ENGINE_FIELDS]
         if foreign:

@@ -17,7 +17,7 @@ from trtcb.executor.request import Request, SamplingParams
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 MAX_COUNT = 10_000_000  # of requests, and of tokens of one: beyond all memory, and far below what overflows
-MAX_ARRIVAL_S = 1e9
+MAX_ARRIVAL_S = 1e10  # a trace may count from 1970; beyond this, microseconds are lost
 MAX_OUTPUT_LEN_CV = 100.0
 
 
