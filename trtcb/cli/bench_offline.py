@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trtcb.cli.bench_options import EngineFlags, check_writable
+from trtcb.cli.bench_options import check_writable
+from trtcb.cli.engine_flags import EngineFlags
 from trtcb.cli.flag_groups import with_flag_groups
 
 PlanArgument = Annotated[Path, typer.Argument(help="The plan to measure.", show_default=False)]

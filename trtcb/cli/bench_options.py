@@ -1,8 +1,8 @@
-"""Flags that the benchmarks share: the workload, the limits it is judged by, the engine."""
+"""Flags that the benchmarks share: the workload, and the limits it is judged by."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -37,66 +37,6 @@ class WorkloadFlags:
             return TraceWorkload(self.trace, self.max_tokens)
         names = {field.name for field in fields(RandomWorkload)} - {"request_rate"}
         return RandomWorkload(request_rate=request_rate, **{name: getattr(self, name) for name in names})
-
-
-@dataclass(frozen=True)
-class EngineFlags:
-    """The engine's settings, as ``trtcb serve`` has them; None where it decides."""
-
-    title: ClassVar[str] = "Engine, as in trtcb serve"
-
-    scheduler_policy: Annotated[
-        str | None, typer.Option(help="guaranteed_no_evict, max_utilization or static_batch. [guaranteed_no_evict]")
-    ] = None
-    chunk_policy: Annotated[
-        str | None, typer.Option(help="first_come_first_served or equal_progress. [first_come_first_served]")
-    ] = None
-    queue_policy: Annotated[str | None, typer.Option(help="fcfs, priority, srtf or wfq. [fcfs]")] = None
-    priority_ageing: Annotated[float | None, typer.Option(help="Seconds that outweigh any priority. [never]")] = None
-    victim_policy: Annotated[str | None, typer.Option(help="newest or cheapest. [newest]")] = None
-    watermark: Annotated[float | None, typer.Option(help="Share of the pool kept free at a start. [0]")] = None
-    stall_free: Annotated[bool | None, typer.Option("--stall-free/--no-stall-free", help="Decodes first. [off]")] = None
-    max_prefill_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in one step. [no cap]")] = None
-    overlap_depth: Annotated[int | None, typer.Option(help="1: schedule the next step while one runs. [0]")] = None
-    max_batch_size: Annotated[
-        int | None, typer.Option("--max-batch-size", "--max-num-seqs", help="Sequences in one step. [the plan's]")
-    ] = None
-    max_num_tokens: Annotated[
-        int | None,
-        typer.Option("--max-num-tokens", "--max-num-batched-tokens", help="Tokens in one step. [the plan's]"),
-    ] = None
-    max_seq_len: Annotated[
-        int | None, typer.Option("--max-seq-len", "--max-model-len", help="Prompt and output tokens. [the plan's]")
-    ] = None
-    block_size: Annotated[
-        int | None, typer.Option("--block-size", "--tokens-per-block", help="Must be the plan's. [the plan's]")
-    ] = None
-    chunked_prefill: Annotated[
-        bool | None, typer.Option("--chunked-prefill/--no-chunked-prefill", help="Split long prompts. [on]")
-    ] = None
-    prefix_caching: Annotated[
-        bool | None, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse equal prompt beginnings. [on]")
-    ] = None
-    num_blocks: Annotated[int | None, typer.Option(help="KV pool in blocks.", show_default=False)] = None
-    kv_memory: Annotated[str | None, typer.Option(help="KV pool in bytes, such as 2GiB.", show_default=False)] = None
-    kv_memory_fraction: Annotated[
-        float | None, typer.Option(help="Share of the free memory for weights and pool. [0.9]")
-    ] = None
-    max_queue_size: Annotated[int | None, typer.Option(help="Waiting requests in the engine at most. [256]")] = None
-    default_max_tokens: Annotated[int | None, typer.Option(hidden=True)] = None
-    threads: Annotated[int | None, typer.Option(help="CPU threads of the engine. [one a core]")] = None
-
-    def settings(self, plan: Path) -> dict[str, Any]:
-        """Return the settings of an engine for a plan, checked and filled from its limits."""
-        from trtcb.config import ServeConfig
-        from trtcb.config_sources import resolve
-        from trtcb.plan import Plan
-
-        with Plan.open(plan, verify="header") as opened:
-            limits = opened.header.limits
-        flags = {field.name: getattr(self, field.name) for field in fields(self)}
-        engine = resolve(ServeConfig, flags=flags).config.fit(limits).engine
-        return {field.name: getattr(engine, field.name) for field in fields(engine)}
 
 
 Goodput = Annotated[list[str] | None, typer.Option(help="Limits such as 'ttft:200 e2el:5000', in ms.")]

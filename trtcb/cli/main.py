@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from trtcb import __version__
+from trtcb.cli.flag_groups import GroupedCommand
 from trtcb.errors import TrtcbError
 
 
@@ -77,7 +78,7 @@ def command_line(arguments: Sequence[str]) -> typer.Typer:
         if isinstance(loaded, typer.Typer):
             app.add_typer(loaded, name=name)
         else:
-            app.command(name, short_help=command.summary)(loaded)
+            app.command(name, short_help=command.summary, cls=GroupedCommand)(loaded)
     return app
 
 
