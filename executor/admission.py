@@ -10,10 +10,10 @@ from trtcb.executor.detokenizer import Decoder, TextOutput
 from trtcb.executor.request import MAX_LOGIT_BIASES, MAX_LOGPROBS, Request, SamplingParams
 from trtcb.executor.sampling_state import SamplingState
 from trtcb.executor.sequence import Sequence
+from trtcb.executor.values import LARGEST, is_int, is_number
 
 _SEED_MASK = (1 << 64) - 1
 _MAX_TOP_K = (1 << 31) - 1
-_LARGEST = 1e300  # of any number; unlike math.isfinite, a comparison takes integers of any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Admission:
 
     def _check_each(self, token_ids: tuple[int, ...]) -> None:
         for token in token_ids:
-            if not _is_int(token) or not 0 <= token < self.vocab_size:
+            if not is_int(token) or not 0 <= token < self.vocab_size:
                 raise RequestError(
                     f"Token id {shown(token)} is outside the vocabulary: use ids from 0 to {self.vocab_size - 1}.",
                     param="prompt",
@@ -113,7 +113,7 @@ def _check_labels(request: Request) -> None:
             raise RequestError(f"{name} must be a text.", param=name)
     if not isinstance(request.params, SamplingParams):
         raise RequestError("params must be SamplingParams.", param="params")
-    if not isinstance(request.arrival_s, (int, float)) or not abs(request.arrival_s) <= _LARGEST:
+    if not isinstance(request.arrival_s, (int, float)) or not abs(request.arrival_s) <= LARGEST:
         raise RequestError("arrival_s must be a number of seconds on the engine's clock.", param="arrival_s")
     for name in ("stop", "stop_token_ids", "logit_bias"):
         if not isinstance(getattr(request.params, name), (tuple, list)):
@@ -125,7 +125,7 @@ def _check_labels(request: Request) -> None:
 
 
 def _check_params(params: SamplingParams, *, has_tokenizer: bool) -> None:
-    if params.max_tokens is not None and not (_is_int(params.max_tokens) and params.max_tokens >= 1):
+    if params.max_tokens is not None and not (is_int(params.max_tokens) and params.max_tokens >= 1):
         raise RequestError(
             f"max_tokens must be a whole number of at least 1, not {shown(params.max_tokens)}.", param="max_tokens"
         )
@@ -134,17 +134,17 @@ def _check_params(params: SamplingParams, *, has_tokenizer: bool) -> None:
     _check_number("top_p", params.top_p, 0.0, 1.0)
     if params.top_p == 0.0:
         raise RequestError("top_p must be above 0: use temperature 0 for greedy decoding.", param="top_p")
-    if not _is_int(params.top_k) or not 0 <= params.top_k <= _MAX_TOP_K:
+    if not is_int(params.top_k) or not 0 <= params.top_k <= _MAX_TOP_K:
         raise RequestError(f"top_k must be a whole number, 0 for off, not {shown(params.top_k)}.", param="top_k")
-    if not _is_int(params.n) or params.n != 1:
+    if not is_int(params.n) or params.n != 1:
         raise RequestError(f"A request has one answer, not n={shown(params.n)}: make a request for each.", param="n")
-    if params.seed is not None and not _is_int(params.seed):
+    if params.seed is not None and not is_int(params.seed):
         raise RequestError(f"seed must be a whole number, not {shown(params.seed)}.", param="seed")
     if not all(isinstance(stop, str) and stop for stop in params.stop):
         raise RequestError("A stop string is empty: leave it out.", param="stop")
     if params.stop and not has_tokenizer:
         raise RequestError("This engine has no tokenizer to match stop strings: use stop_token_ids.", param="stop")
-    if not all(_is_int(token) for token in params.stop_token_ids):
+    if not all(is_int(token) for token in params.stop_token_ids):
         raise RequestError("stop_token_ids must be whole numbers.", param="stop_token_ids")
 
 
@@ -152,11 +152,11 @@ def _check_logit_params(params: SamplingParams, vocab_size: int) -> None:
     _check_number("repetition_penalty", params.repetition_penalty, 0.01, 100.0)
     _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
-    if not _is_int(params.min_tokens) or params.min_tokens < 0:
+    if not is_int(params.min_tokens) or params.min_tokens < 0:
         raise RequestError(
             f"min_tokens must be a whole number of at least 0, not {shown(params.min_tokens)}.", param="min_tokens"
         )
-    if params.logprobs is not None and not (_is_int(params.logprobs) and 0 <= params.logprobs <= MAX_LOGPROBS):
+    if params.logprobs is not None and not (is_int(params.logprobs) and 0 <= params.logprobs <= MAX_LOGPROBS):
         raise RequestError(
             f"logprobs must be a whole number from 0 to {MAX_LOGPROBS}, not {shown(params.logprobs)}.", param="logprobs"
         )
@@ -168,7 +168,7 @@ def _check_logit_params(params: SamplingParams, vocab_size: int) -> None:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
             raise RequestError("logit_bias is made of pairs, each a token id and a number.", param="logit_bias")
         token, bias = entry
-        if not _is_int(token) or not 0 <= token < vocab_size:
+        if not is_int(token) or not 0 <= token < vocab_size:
             raise RequestError(
                 f"Token id {shown(token)} of logit_bias is outside the vocabulary: use ids from 0 to {vocab_size - 1}.",
                 param="logit_bias",
@@ -177,11 +177,6 @@ def _check_logit_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_number(param: str, value: float, least: float, most: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
-    if not is_number or not least <= value <= most:
+    if not is_number(value) or not abs(value) <= LARGEST or not least <= value <= most:
         bound = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
         raise RequestError(f"{param} must be a number {bound}, not {shown(value)}.", param=param)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -9,10 +9,10 @@ from trtcb.executor.chunking import CHUNK_POLICIES
 from trtcb.executor.own_policy import OwnPolicy
 from trtcb.executor.policies import CAPACITY_POLICIES, CapacityPolicy
 from trtcb.executor.queueing import QUEUE_POLICIES, QueueOptions, QueuePolicy
+from trtcb.executor.values import LARGEST, is_int, is_number
 from trtcb.executor.victims import VICTIM_POLICIES
 from trtcb.spec import BuildLimits
 
-_LARGEST = 1e300  # of any number; unlike math.isfinite, a comparison takes integers of any size
 _MOST = (1 << 63) - 1  # of any count
 
 
@@ -73,11 +73,11 @@ class EngineConfig:
         for name in ("chunked_prefill", "prefix_caching", "stall_free"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} is True or False, not {shown(getattr(self, name))}.")
-        if not (_is_number(self.kv_memory_fraction) and 0.0 < self.kv_memory_fraction <= 1.0):
+        if not (is_number(self.kv_memory_fraction) and 0.0 < self.kv_memory_fraction <= 1.0):
             raise UsageError(
                 f"kv_memory_fraction is a share above 0 and up to 1, not {shown(self.kv_memory_fraction)}."
             )
-        if not (_is_int(self.overlap_depth) and self.overlap_depth in (0, 1)):
+        if not (is_int(self.overlap_depth) and self.overlap_depth in (0, 1)):
             raise UsageError(f"overlap_depth is 0 (no step waits in flight) or 1, not {shown(self.overlap_depth)}.")
         if self.num_blocks is not None and self.kv_memory_bytes is not None:
             raise UsageError("num_blocks and kv_memory_bytes both size the pool: give one of them.")
@@ -100,7 +100,7 @@ class EngineConfig:
 
     def _check_options(self) -> None:
         """Refuse options that would have no effect where they are set, or no meaning."""
-        if not (_is_number(self.watermark) and 0.0 <= self.watermark < 1.0):
+        if not (is_number(self.watermark) and 0.0 <= self.watermark < 1.0):
             raise UsageError(f"watermark is a share from 0 to below 1, not {shown(self.watermark)}.")
         if self.priority_ageing_s is not None:
             _check_positive("priority_ageing_s", self.priority_ageing_s)
@@ -174,23 +174,15 @@ def _check_name(setting: str, name: object, known: Collection[str]) -> None:
 
 
 def _check_positive(setting: str, value: float) -> None:
-    if not _is_number(value) or not 0 < value <= _LARGEST:
+    if not is_number(value) or not 0 < value <= LARGEST:
         raise UsageError(f"{setting} must be a number above 0, not {shown(value)}.")
 
 
 def _check_at_least(setting: str, value: int, least: int) -> None:
-    if not _is_int(value) or value < least:
+    if not is_int(value) or value < least:
         raise UsageError(f"{setting} must be a whole number of at least {least}, not {shown(value)}.")
     if value > _MOST:
         raise UsageError(f"{setting} must be at most {_MOST}, not {shown(value)}: lower it.")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 _DEFAULTS = EngineConfig()

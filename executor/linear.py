@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,6 +58,7 @@ def pack_linear(weight: torch.Tensor) -> Linear:
     return lambda x: multiply(x, packed, None, "none", [], "")  # type: ignore[no-any-return, unused-ignore]
 
 
+@cache  # one answer, and one warning, for all matrices
 def _has_packed_ops(dtype: torch.dtype) -> bool:
     import torch
 

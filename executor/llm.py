@@ -17,6 +17,7 @@ from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams,
 from trtcb.executor.runtime import Runtime
 from trtcb.executor.served_model import ServedModel, TextTokenizer
 from trtcb.executor.stats import StepStats
+from trtcb.executor.values import is_int
 from trtcb.spec import ModelSpec
 
 MAX_STREAM_BACKLOG = 1024  # deltas that a reader may be behind before its request is aborted
@@ -303,7 +304,7 @@ class LLM:
         params = request.params
         if not isinstance(params, SamplingParams):
             raise RequestError("params must be SamplingParams.", param="params")
-        if isinstance(params.n, bool) or not isinstance(params.n, int) or params.n < 1:
+        if not is_int(params.n) or params.n < 1:
             raise RequestError(f"n must be a whole number of at least 1, not {shown(params.n)}.", param="n")
         self._engine.check(replace(request, params=replace(params, n=1)))
         return fan_out(request, params.n)
