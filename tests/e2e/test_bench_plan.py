@@ -81,7 +81,7 @@ def test_latency_of_a_plan(plan: Path, tmp_path: Path) -> None:
         (("throughput", "--scheduler-policy", "max_utilisation"), "'max_utilization'"),
         (("throughput", "--max-batch-size", "9"), "use at most 8"),
         (("throughput", "--input-len", "300", "--num-prompts", "2"), "256"),
-        (("throughput", "--num-prompts", "0"), "--num-prompts must be at least 1"),
+        (("throughput", "--num-prompts", "0"), "--num-prompts must be from 1 to"),
         (("latency", "--batch-size", "9"), "use at most 8"),
         (("latency", "--output-json", "no/folder/r.json"), "no folder"),
     ],

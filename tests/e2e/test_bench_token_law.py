@@ -7,7 +7,7 @@ from trtcb.bench.metrics import Slo
 from trtcb.bench.targets import PlanTarget, Setup
 from trtcb.bench.workload import RandomWorkload
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]  # test_token_law.py holds the engine itself to the law
 
 POLICIES = ["static_batch", "guaranteed_no_evict", "max_utilization"]
 

@@ -52,7 +52,6 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 SETTINGS = {
-    "chunk 64, reuse": {"max_num_tokens": 64},
     "pauses, chunk 64, no reuse": {
         "scheduler_policy": "max_utilization",
         "num_blocks": 8,
@@ -62,6 +61,7 @@ SETTINGS = {
     "overlap, pauses": {"overlap_depth": 1, "scheduler_policy": "max_utilization", "num_blocks": 10},
 }
 MORE_SETTINGS = {
+    "chunk 64, reuse": {"max_num_tokens": 64},
     "static batch": {"scheduler_policy": "static_batch", "max_batch_size": 5},
     "chunk 32": {"max_num_tokens": 32, "prefix_caching": False},
     "chunk 512, reuse": {"max_num_tokens": 512},
