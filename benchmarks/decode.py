@@ -52,7 +52,7 @@ def read_bandwidth(num_bytes: int = 1 << 30, rounds: int = 5) -> float:
     return best
 
 
-def decode_steps(path: Path, batch: int, context: int, steps: int) -> list[float]:
+def decode_steps(path: Path, batch: int, context: int, steps: int, cpu_engine: str) -> list[float]:
     """Seconds of each step in which ``batch`` sequences around ``context`` tokens decode."""
     taken: list[float] = []
 
@@ -62,7 +62,7 @@ def decode_steps(path: Path, batch: int, context: int, steps: int) -> list[float
 
     rng = np.random.default_rng(0)
     num_tokens = steps + batch * context // 512 + 2  # the first prompts decode while the last are prefilled
-    with LLM(path, on_step=observe, max_batch_size=batch, prefix_caching=False) as llm:
+    with LLM(path, on_step=observe, max_batch_size=batch, prefix_caching=False, cpu_engine=cpu_engine) as llm:
         prompts = rng.integers(0, llm.model.vocab_size, (batch, context - steps // 2)).tolist()
         llm.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True))
     return taken[-steps:]
@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--cpu-engine", default="auto")
     parser.add_argument("--output", type=Path, help="append the results to this JSON-lines file")
     arguments = parser.parse_args()
 
@@ -89,7 +90,7 @@ def main() -> None:
     print(f"{arguments.plan.name}: {weights / 1e9:.3f} GB of weights a step; {bandwidth / 1e9:.1f} GB/s read")
     print("batch  context  ms/step  tokens/s  limit tokens/s  share of the limit")
     for batch in arguments.batch:
-        times = decode_steps(arguments.plan, batch, arguments.context, arguments.steps)
+        times = decode_steps(arguments.plan, batch, arguments.context, arguments.steps, arguments.cpu_engine)
         median = statistics.median(times)
         read = weights + batch * arguments.context * header.model.kv_bytes_per_token(header.kv_dtype)
         limit = read / bandwidth
@@ -104,6 +105,7 @@ def main() -> None:
                 "model": header.model.name,
                 "weights": header.weight_dtype,
                 "kv": header.kv_dtype.value,
+                "cpu_engine": arguments.cpu_engine,
                 "batch": batch,
                 "context": arguments.context,
                 "steps": len(times),

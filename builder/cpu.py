@@ -13,11 +13,14 @@ from trtcb.builder.compiler import Compiled, CompileOptions
 from trtcb.builder.export import build_graph
 from trtcb.builder.lower import WeightRecipe, lower
 from trtcb.plan_writer import Section, TensorSource, numpy_dtype
+from trtcb.plugins.cpu.quantized import quantize, rotate
+from trtcb.spec import WeightDtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trtcb.builder.checkpoint import Checkpoint
+    from trtcb.spec import ModelSpec
 
 _ROPE_TABLES = ("rope_cos", "rope_sin")
 
@@ -30,18 +33,17 @@ class CpuCompiler:
     def compile(self, checkpoint: Checkpoint, options: CompileOptions) -> Compiled:
         """Export the graph, lower it, and describe the sections; see :class:`~trtcb.builder.compiler.Compiler`."""
         limits = options.limits
-        dtype = options.weight_dtype.value
         graph = build_graph(
             checkpoint.spec,
-            dtype=dtype,
+            dtype=options.weight_dtype.table_dtype,
             kv_dtype=options.kv_dtype,
             block_size=limits.block_size,
             max_positions=limits.max_seq_len,
         )
-        lowered = lower(graph, checkpoint.spec, dtype)
+        lowered = lower(graph, checkpoint.spec, options.weight_dtype)
         load = _WeightLoader(checkpoint, limits.max_seq_len)
         return Compiled(
-            fingerprint={"engine": "portable"},
+            fingerprint={},
             sections=(
                 Section.of_bytes("graph", graph.SerializeToString()),
                 Section.of_json("program", lowered.program.to_json()),
@@ -55,18 +57,39 @@ class CpuCompiler:
 
     def prepare(self, checkpoint: Checkpoint, options: CompileOptions, on_progress: Callable[[str], None]) -> None:
         """Compile the kernels of this shape into the user's cache."""
-        from trtcb.plugins.cpu.head import compile_head
+        from trtcb.plugins.cpu.isa import default_engine
         from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
+        from trtcb.plugins.cpu.linear import compile_linear
         from trtcb.plugins.cpu.logits import LogitEditor
+        from trtcb.plugins.cpu.quantizer import compile_quantizer
         from trtcb.plugins.cpu.sampling import Sampler
+        from trtcb.plugins.cpu.step import compile_step
 
-        config = KernelConfig.of(
-            checkpoint.spec, options.kv_dtype, options.weight_dtype.value, options.limits.block_size
-        )
+        spec, weights = checkpoint.spec, options.weight_dtype
+        own_products = default_engine() == "whole_step"
+        activation = "fp32" if own_products else weights.activation_dtype
+        config = KernelConfig.of(spec, options.kv_dtype, activation, options.limits.block_size)
         load_kernels(config, on_progress=on_progress)
-        compile_head(checkpoint.spec.vocab_size, checkpoint.spec.hidden_size, on_progress=on_progress)
-        Sampler(checkpoint.spec.vocab_size, on_progress=on_progress)
-        LogitEditor(checkpoint.spec.vocab_size, on_progress=on_progress)
+        compile_linear(spec.vocab_size, spec.hidden_size, weights.table_dtype, on_progress=on_progress)
+        if own_products or weights is WeightDtype.INT8:
+            for width, depth in _layer_shapes(spec):
+                compile_linear(width, depth, weights.value, on_progress=on_progress)
+                if weights is WeightDtype.INT8:
+                    compile_quantizer(depth, on_progress=on_progress)
+        if own_products:
+            compile_step(on_progress)
+        Sampler(spec.vocab_size, on_progress=on_progress)
+        LogitEditor(spec.vocab_size, on_progress=on_progress)
+
+
+def _layer_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
+    """``[N, K]`` of every product of a layer, with the projections fused as the lowering does it."""
+    return {
+        (spec.q_size + 2 * spec.kv_size, spec.hidden_size),
+        (spec.hidden_size, spec.q_size),
+        (2 * spec.intermediate_size, spec.hidden_size),
+        (spec.hidden_size, spec.intermediate_size),
+    }
 
 
 class _WeightLoader:
@@ -77,10 +100,12 @@ class _WeightLoader:
         self._max_positions = max_positions
 
     def shape(self, recipe: WeightRecipe) -> tuple[int, ...]:
+        """Shape of a tensor of the plan."""
         if recipe.parts[0] in _ROPE_TABLES:
             return (self._max_positions, self._checkpoint.spec.head_dim // 2)
         shapes = [self._checkpoint.shape(part) for part in recipe.parts]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        num_rows = sum(shape[0] for shape in shapes)
+        return (num_rows,) if recipe.is_scale else (num_rows, *shapes[0][1:])
 
     def __call__(self, recipe: WeightRecipe) -> npt.NDArray[Any]:
         if recipe.parts[0] in _ROPE_TABLES:
@@ -89,6 +114,8 @@ class _WeightLoader:
         row = 0
         for part in recipe.parts:
             tensor = self._checkpoint.tensor(part)
+            if recipe.dtype == "int8" or recipe.is_scale:
+                tensor = quantize(rotate(tensor))[recipe.is_scale]
             out[row : row + len(tensor)] = tensor  # rounds to nearest even while it copies
             row += len(tensor)
         return out

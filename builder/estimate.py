@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trtcb.memory import pool_memory
+from trtcb.plan_format import ITEM_BYTES
 from trtcb.spec import BuildLimits, KVDtype, ModelSpec, WeightDtype
 
 # Tokenizer, graph, tables and padding: a few MB in every model seen (SmolLM2 3.5 MB, Llama 3 17 MB).
@@ -45,10 +46,9 @@ def estimate(
     kv_memory_fraction: float = 0.9,
 ) -> MemoryEstimate:
     """Estimate a build of ``spec``. Without ``kv_memory_bytes`` the pool gets what the fraction leaves."""
-    item = 4 if weight_dtype is WeightDtype.FP32 else 2
     rope_bytes = limits.max_seq_len * spec.head_dim * 4
-    weight_bytes = spec.num_params * item + rope_bytes
-    activation_bytes = _activation_bytes(spec, limits, item)
+    weight_bytes = _weight_bytes(spec, weight_dtype) + rope_bytes
+    activation_bytes = _activation_bytes(spec, limits)
     per_token = spec.kv_bytes_per_token(kv_dtype)
     block_bytes = per_token * limits.block_size
     if kv_memory_bytes is None:
@@ -71,7 +71,13 @@ def estimate(
     )
 
 
-def _activation_bytes(spec: ModelSpec, limits: BuildLimits, item: int) -> int:
+def _weight_bytes(spec: ModelSpec, weight_dtype: WeightDtype) -> int:
+    tables = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+    layer_item, table_item = (ITEM_BYTES[name] for name in (weight_dtype.value, weight_dtype.table_dtype))
+    return (spec.num_params - tables) * layer_item + tables * table_item
+
+
+def _activation_bytes(spec: ModelSpec, limits: BuildLimits) -> int:
     # Per token: the fp32 residual and delta, one hidden row, qkv, query and context, gate|up and their product.
     width = 3 * spec.hidden_size + 3 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size
-    return limits.max_num_tokens * width * max(item, 4) + limits.max_batch_size * spec.vocab_size * 4
+    return limits.max_num_tokens * width * 4 + limits.max_batch_size * spec.vocab_size * 4

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trtcb.errors import TrtcbError
 from trtcb.program import Call, Program, Rows, Value
-from trtcb.spec import ModelSpec
+from trtcb.spec import ModelSpec, WeightDtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,11 +29,15 @@ class LoweringError(TrtcbError):
 
 @dataclass(frozen=True, slots=True)
 class WeightRecipe:
-    """A tensor of the plan: the ``parts`` (initialiser names) stacked along their rows, stored as ``dtype``."""
+    """A tensor of the plan: the ``parts`` (initialiser names) stacked along their rows, stored as ``dtype``.
+
+    With ``is_scale`` it is not their rows, rotated and rounded to int8, but the scales of those.
+    """
 
     name: str
     parts: tuple[str, ...]
     dtype: str
+    is_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +93,32 @@ _Meaning = _Ref | _Sum | _Rotated | _Gate | _Written | str  # str: a graph input
 _VIEWS = frozenset({"Reshape", "Transpose", "Unsqueeze", "Squeeze", "Cast", "Identity"})
 
 
-def lower(model: onnx.ModelProto, spec: ModelSpec, dtype: str) -> Lowered:
-    """Compile ``model`` (from :func:`trtcb.builder.export.build_graph`) for weights and activations of ``dtype``.
+def lower(model: onnx.ModelProto, spec: ModelSpec, weight_dtype: WeightDtype) -> Lowered:
+    """Compile ``model`` (from :func:`trtcb.builder.export.build_graph`) for weights of a type.
 
     Raises :class:`LoweringError` for a graph the portable engine cannot run.
     """
-    return _Lowering(model.graph, spec, dtype).run()
+    return _Lowering(model.graph, spec, weight_dtype).run()
 
 
 @dataclass(slots=True)
 class _Lowering:
     graph: onnx.GraphProto
     spec: ModelSpec
-    dtype: str
+    weight_dtype: WeightDtype
     meaning: dict[str, _Meaning] = field(default_factory=dict)
     consumers: dict[str, list[onnx.NodeProto]] = field(default_factory=lambda: defaultdict(list))
     calls: list[Call] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    weights: dict[tuple[tuple[str, ...], str], WeightRecipe] = field(default_factory=dict)
+    weights: dict[tuple[tuple[str, ...], str, bool], WeightRecipe] = field(default_factory=dict)
+    quantized: dict[_Ref, _Ref] = field(default_factory=dict)
     num_layers: int = 0
+
+    @property
+    def dtype(self) -> str:
+        """Type of what passes between operators."""
+        return self.weight_dtype.activation_dtype
 
     def run(self) -> Lowered:
         for value in (*self.graph.input, *self.graph.initializer):
@@ -153,7 +163,7 @@ class _Lowering:
     def _gather(self, node: onnx.NodeProto) -> None:
         table, index = self.meaning[node.input[0]], self.meaning[node.input[1]]
         if index == "input_ids" and isinstance(table, str):
-            weight = self._weight("embedding", (table,), self.dtype)
+            weight = self._weight("embedding", (table,), self.weight_dtype.table_dtype)
             out = self._emit("embedding", (), "residual", "tokens", self.spec.hidden_size, "fp32", (weight,))
             self.meaning[node.output[0]] = out
         elif index == "logit_index" and isinstance(table, _Sum):
@@ -193,13 +203,27 @@ class _Lowering:
         if role is None:
             raise self._unknown(node)
         name = "lm_head" if role == "logits" else _fused_name(parts)
-        weight = self._weight(name, parts, self.dtype)
+        weights: tuple[str, ...]
+        if role == "logits":
+            weights = (self._weight(name, parts, self.weight_dtype.table_dtype),)
+        elif self.weight_dtype is WeightDtype.INT8:
+            weights = (self._weight(name, parts, "int8"), self._weight(f"{name}.scale", parts, "fp32", is_scale=True))
+            source = self._quantize(source)
+        else:
+            weights = (self._weight(name, parts, self.weight_dtype.value),)
         dtype = "fp32" if role == "logits" else self.dtype
-        out = self._emit("linear", (source,), role, rows, sum(widths), dtype, (weight,))
+        out = self._emit("linear", (source,), role, rows, sum(widths), dtype, weights)
         offset = 0
         for gemm, width in zip(group, widths, strict=True):
             self.meaning[gemm.output[0]] = _Ref(out.name, out.version, offset, width)
             offset += width
+
+    def _quantize(self, source: _Ref) -> _Ref:
+        """Rows of a value as the products want them."""
+        if source not in self.quantized:
+            out = self._emit("quantize", (source,), f"{source.name}_int8", "tokens", source.width, "int8")
+            self.quantized[source] = out
+        return self.quantized[source]
 
     def _rotate(self, node: onnx.NodeProto) -> None:
         source = self.meaning[node.input[0]]
@@ -293,9 +317,10 @@ class _Lowering:
         self.calls.append(Call(op, tuple(ref.name for ref in inputs), (out,), weights, attributes or {}))
         return _Ref(out, self.versions[out], 0, width)
 
-    def _weight(self, name: str, parts: tuple[str, ...], dtype: str) -> str:
+    def _weight(self, name: str, parts: tuple[str, ...], dtype: str, *, is_scale: bool = False) -> str:
         """Ask for a tensor of the plan; equal contents are stored once, under the first name (a tied head)."""
-        return self.weights.setdefault((parts, dtype), WeightRecipe(name, parts, dtype)).name
+        recipe = WeightRecipe(name, parts, dtype, is_scale)
+        return self.weights.setdefault((parts, dtype, is_scale), recipe).name
 
     def _num_rows(self, initializer: str) -> int:
         for tensor in self.graph.initializer:

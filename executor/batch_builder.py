@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ from trtcb.executor.runtime import UNKNOWN_TOKEN, Batch, Int32, SamplingRows
 from trtcb.executor.sampling_state import logit_edits
 from trtcb.executor.scheduler import Step
 from trtcb.executor.sequence import Sequence
+
+_slot_of = attrgetter("slot")
 
 
 class BatchBuilder:
@@ -101,7 +104,7 @@ class BatchBuilder:
         """Slot and number of tokens of each row."""
         if step.decodes != self._decodes:  # unchanged from step to step, mostly
             self._decodes = step.decodes
-            self._decode_slots = np.fromiter((seq.slot for seq in step.decodes), np.intp, len(step.decodes))
+            self._decode_slots = np.fromiter(map(_slot_of, step.decodes), np.intp, len(step.decodes))
         sizes = np.ones(step.num_rows, np.int32)
         if not step.chunks:
             return self._decode_slots, sizes

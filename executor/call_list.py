@@ -48,9 +48,12 @@ def allocate_values(program: Program, max_num_tokens: int, max_num_logits: int) 
     """Zeroed storage for every value, wide enough for the largest step."""
     import torch
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    from trtcb.plugins.cpu.quantized import row_bytes
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
     rows = {"tokens": max_num_tokens, "logits": max_num_logits}
-    return {v.name: torch.zeros(rows[v.rows], v.width, dtype=dtypes[v.dtype]) for v in program.values}
+    widths = {v.name: row_bytes(v.width) if v.dtype == "int8" else v.width for v in program.values}
+    return {v.name: torch.zeros(rows[v.rows], widths[v.name], dtype=dtypes[v.dtype]) for v in program.values}
 
 
 def bind_program(program: Program, values: Values, operators: Mapping[str, BindOp]) -> tuple[Op, ...]:

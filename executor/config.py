@@ -15,6 +15,8 @@ from trtcb.spec import BuildLimits
 
 _MOST = (1 << 63) - 1  # of any count
 
+CPU_ENGINES = ("auto", "portable", "whole_step")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -55,6 +57,7 @@ class EngineConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     victim_policy: str = "newest"
     overlap_depth: int = 0
+    cpu_engine: str = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.scheduler_policy, str) or not isinstance(self.scheduler_policy, CapacityPolicy):
@@ -65,6 +68,7 @@ class EngineConfig:
         _check_name("chunk_policy", self.chunk_policy, CHUNK_POLICIES)
         _check_name("queue_policy", self.queue_policy, QUEUE_POLICIES)
         _check_name("victim_policy", self.victim_policy, VICTIM_POLICIES)
+        _check_name("cpu_engine", self.cpu_engine, CPU_ENGINES)
         for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "block_size", "max_queue_size"):
             _check_at_least(name, getattr(self, name), 1)
         for name in ("num_blocks", "kv_memory_bytes", "default_max_tokens", "threads", "max_prefill_tokens"):

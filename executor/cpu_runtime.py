@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from trtcb.executor.portable_engine import PortableEngine
 from trtcb.executor.runtime import Batch, Float32, StepOutput
+from trtcb.plugins.cpu import threads
 
 if TYPE_CHECKING:
     from trtcb.plan import Plan
 
 
+class CpuEngine(Protocol):
+    """What runs the steps. Only the thread that opened it may touch it."""
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Run one step and draw; -1 where a row's logits were not numbers."""
+
+    def logits(self) -> Float32:
+        """Logits ``[NL, vocab]`` of the last step; overwritten by the next."""
+
+    def close(self) -> None:
+        """Drop pools and weights, and let go of the plan."""
+
+
 class CpuRuntime:
     """Runs a ``cpu`` plan, which it owns and closes; see :class:`~trtcb.executor.runtime.Runtime`.
+
+    ``engine`` is ``portable`` (oneDNN's products, one call an operator), ``whole_step`` (all of a step in one call, on
+    kernels of our own) or ``auto``, the faster one on this processor.
 
     Loading and every step happen on one thread. OpenMP keeps a team of workers for each thread that ever ran a parallel
     loop, and once there are more of them than cores, it stops letting idle ones spin: steps then take up to 1.5 times
@@ -22,7 +38,14 @@ class CpuRuntime:
     """
 
     def __init__(
-        self, plan: Plan, *, num_blocks: int, max_num_tokens: int, max_num_logits: int, num_threads: int | None = None
+        self,
+        plan: Plan,
+        *,
+        num_blocks: int,
+        max_num_tokens: int,
+        max_num_logits: int,
+        num_threads: int | None = None,
+        engine: str = "auto",
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = plan.header.limits.block_size
@@ -32,7 +55,8 @@ class CpuRuntime:
         self._steps: deque[Future[StepOutput]] = deque()
         try:
             self._engine = self._device.submit(
-                PortableEngine,
+                _open_engine,
+                engine,
                 plan,
                 num_blocks=num_blocks,
                 max_num_tokens=max_num_tokens,
@@ -62,3 +86,16 @@ class CpuRuntime:
             self._device.submit(self._engine.close).result()
             self._device.shutdown()
             self._plan.close()
+
+
+def _open_engine(name: str, plan: Plan, *, num_threads: int | None, **sizes: Any) -> CpuEngine:
+    threads.configure(num_threads)  # before numba is imported, here or for the engine
+    from trtcb.plugins.cpu.isa import default_engine
+
+    if (default_engine() if name == "auto" else name) == "portable":
+        from trtcb.executor.portable_engine import PortableEngine
+
+        return PortableEngine(plan, num_threads=num_threads, **sizes)
+    from trtcb.executor.step_engine import StepEngine
+
+    return StepEngine(plan, num_threads=num_threads, **sizes)

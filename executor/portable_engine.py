@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
-from trtcb.errors import PlanError
-from trtcb.executor.last_tokens import LastTokens
-from trtcb.executor.runtime import Batch, Float32, Int32, StepLogprobs, StepOutput
+from trtcb.executor.runtime import Batch, Float32, Int32, StepOutput
 from trtcb.plugins.cpu import threads
-from trtcb.program import Program
+from trtcb.spec import WeightDtype
 
 if TYPE_CHECKING:
     from trtcb.executor.call_list import Op, Step
     from trtcb.plan import Plan
-    from trtcb.plugins.cpu.kernels import PoolAddresses
     from trtcb.plugins.cpu.pools import PoolArrays
 
 
@@ -33,53 +29,38 @@ class PortableEngine:
 
         from trtcb.executor.call_list import allocate_values, bind_program
         from trtcb.executor.portable_ops import PortableOps
-        from trtcb.executor.program_check import check_program
+        from trtcb.executor.program_check import checked_program
+        from trtcb.executor.token_drawer import TokenDrawer
         from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
-        from trtcb.plugins.cpu.logits import LogitEditor
-        from trtcb.plugins.cpu.pools import allocate_pools
-        from trtcb.plugins.cpu.sampling import Sampler
+        from trtcb.plugins.cpu.pools import allocate_pools, pool_addresses
 
         torch.set_num_threads(self.thread_layer.num_threads)
         header = plan.header
-        program = _read_program(plan)
-        check_program(program, header, plan.tensors)
-        config = KernelConfig.of(header.model, header.kv_dtype, header.weight_dtype, header.limits.block_size)
+        program = checked_program(plan)
+        activation = WeightDtype(header.weight_dtype).activation_dtype
+        config = KernelConfig.of(header.model, header.kv_dtype, activation, header.limits.block_size)
         self._kernels = load_kernels(config)
         self._pools: list[PoolArrays] = [allocate_pools(config, num_blocks) for _ in range(header.model.num_layers)]
         self._values = allocate_values(program, max(2, max_num_tokens), max(2, max_num_logits))
-        self._ops = PortableOps(plan, self._kernels, [_addresses(pools) for pools in self._pools])
+        self._ops = PortableOps(plan, self._kernels, [pool_addresses(pools) for pools in self._pools])
         self._calls: tuple[Op, ...] = bind_program(program, self._values, self._ops.table())
-        self._sampler = Sampler(header.model.vocab_size)
-        self._logit_editor = LogitEditor(header.model.vocab_size)
-        self._last_tokens = LastTokens()
+        self._drawer = TokenDrawer(header.model.vocab_size)
 
     def run(self, batch: Batch) -> StepOutput:
         """Run one step and draw; -1 where a row's logits were not numbers."""
+        from trtcb.plugins.cpu.pools import copy_blocks
+
         if len(batch.copies):
-            self._copy_blocks(batch.copies)
-        input_ids = self._last_tokens.input_ids(batch)
+            for pools in self._pools:
+                copy_blocks(pools, batch.copies)
+        input_ids = self._drawer.input_ids(batch)
         step = _step(batch, input_ids)
         self._ops.attention = self._kernels.plan_attention(
             step.cu_q, step.positions, step.num_sequences, step.num_tokens
         )
         for call in self._calls:
             call(step)
-        logits, sampling = self._values["logits"].data_ptr(), batch.sampling
-        if sampling.edits is None:
-            tokens = self._sampler.sample(logits, sampling)
-        else:
-            with self._logit_editor.edited(logits, sampling.edits):
-                tokens = self._sampler.sample(logits, sampling)
-        self._last_tokens.drew(batch, tokens)
-        if sampling.num_logprobs is None:
-            return StepOutput(tokens)
-        return StepOutput(tokens, StepLogprobs(*self._logit_editor.logprobs(logits, tokens, sampling.num_logprobs)))
-
-    def _copy_blocks(self, copies: Int32) -> None:
-        from trtcb.plugins.cpu.pools import copy_blocks
-
-        for pools in self._pools:
-            copy_blocks(pools, copies)
+        return self._drawer.draw(batch, self._values["logits"].data_ptr())
 
     def logits(self) -> Float32:
         """Logits ``[NL, vocab]`` of the last step, for evaluation; overwritten by the next."""
@@ -92,19 +73,6 @@ class PortableEngine:
         self._ops.close()
         self._pools.clear()
         self._values.clear()
-
-
-def _addresses(pools: PoolArrays) -> PoolAddresses:
-    from trtcb.plugins.cpu.kernels import PoolAddresses
-
-    return PoolAddresses(**{name: array.ctypes.data for name, array in pools.items()})
-
-
-def _read_program(plan: Plan) -> Program:
-    try:
-        return Program.from_json(json.loads(bytes(plan.section("program"))))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PlanError(f"section 'program' of {plan.path} is not a call list ({error}); rebuild the plan") from error
 
 
 def _step(batch: Batch, input_ids: Int32) -> Step:

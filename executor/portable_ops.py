@@ -34,6 +34,7 @@ class PortableOps:
             "rms_norm": self._rms_norm,
             "add_rms_norm": self._add_rms_norm,
             "linear": self._linear,
+            "quantize": self._quantize,
             "rope_kv_write": self._rope_kv_write,
             "paged_attention": self._paged_attention,
             "swiglu": self._swiglu,
@@ -84,7 +85,9 @@ class PortableOps:
     def _linear(self, call: Call, program: Program, values: Values) -> Op:
         source, out = program.value(call.inputs[0]), program.value(call.outputs[0])
         name = call.weights[0]
-        if out.dtype != source.dtype:
+        if source.dtype == "int8":
+            return self._int8_linear(call, values[source.name].data_ptr(), values[out.name].data_ptr())
+        if out.name == "logits" and self._plan.tensors[name].dtype == "bf16":
             return self._head(name, values[source.name], values[out.name])
         multiply = pack_linear(as_tensor(self._plan.tensor(name)))
         self._drop(name)
@@ -95,16 +98,31 @@ class PortableOps:
 
         return run
 
+    def _quantize(self, call: Call, program: Program, values: Values) -> Op:
+        from trtcb.plugins.cpu.quantizer import Quantizer
+
+        out = program.value(call.outputs[0])
+        x, y, quantizer = values[call.inputs[0]].data_ptr(), values[out.name].data_ptr(), Quantizer(out.width)
+        return lambda step: quantizer.quantize(x, y, step.num_tokens)
+
+    def _int8_linear(self, call: Call, x: int, y: int) -> Op:
+        from trtcb.plugins.cpu.linear import PackedLinear
+
+        linear = PackedLinear(*map(self._plan.tensor, call.weights))
+        for name in call.weights:
+            self._drop(name)
+        return lambda step: linear.multiply(x, y, step.num_tokens)
+
     def _head(self, name: str, hidden: torch.Tensor, logits: torch.Tensor) -> Op:
         """The product whose result must not be rounded to the type of its weights."""
-        from trtcb.plugins.cpu.head import Head
+        from trtcb.plugins.cpu.linear import PackedLinear
 
-        head, address = Head(self._plan.tensor(name)), logits.data_ptr()
+        head, address = PackedLinear(self._plan.tensor(name)), logits.data_ptr()
         self._drop(name)
 
         def run(step: Step) -> None:
             rows = hidden[: step.num_logits].float()
-            head.logits(rows.data_ptr(), address, step.num_logits)
+            head.multiply(rows.data_ptr(), address, step.num_logits)
 
         return run
 

@@ -4,12 +4,20 @@ A plan's hashes only say that it is what was written. Whether its call list fits
 of this version is decided here, call by call, against the table of operators in :mod:`trtcb.program`.
 """
 
+from __future__ import annotations
+
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trtcb.errors import PlanError
 from trtcb.plan_format import PlanHeader, TensorInfo
 from trtcb.program import Call, Program, Value
+from trtcb.spec import WeightDtype
+
+if TYPE_CHECKING:
+    from trtcb.plan import Plan
 
 MAX_VALUES = 64
 MAX_CALLS_PER_LAYER = 16
@@ -30,6 +38,16 @@ class _Signature:
     attribute: str | None = None
 
 
+def checked_program(plan: Plan) -> Program:
+    """Read a plan's program; raises :class:`PlanError` unless it is one that :func:`check_program` lets pass."""
+    try:
+        program = Program.from_json(json.loads(bytes(plan.section("program"))))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PlanError(f"section 'program' of {plan.path} is not a call list ({error}); rebuild the plan") from error
+    check_program(program, plan.header, plan.tensors)
+    return program
+
+
 def check_program(program: Program, header: PlanHeader, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise :class:`PlanError`, naming the call, unless the program is safe to run and ends in the model's logits."""
     signatures = _signatures(header)
@@ -47,7 +65,7 @@ def check_program(program: Program, header: PlanHeader, tensors: Mapping[str, Te
         if not written.issuperset(call.inputs):
             raise _fault(f"{where} reads a value before it is written")
         written.add(call.outputs[0])
-        signature = _linear(call, values, header) if call.op == "linear" else signatures.get(call.op)
+        signature = _sized(call, values, header) if call.op in ("linear", "quantize") else signatures.get(call.op)
         if signature is None:
             raise _fault(f"{where} is not an operator of this version")
         _check_call(where, call, signature, values, tensors)
@@ -61,12 +79,13 @@ def check_program(program: Program, header: PlanHeader, tensors: Mapping[str, Te
 
 
 def _signatures(header: PlanHeader) -> dict[str, _Signature]:
-    model, act = header.model, header.weight_dtype
+    model, weights = header.model, WeightDtype(header.weight_dtype)
+    act = weights.activation_dtype
     residual, hidden = (model.hidden_size, "fp32"), (model.hidden_size, act)
     query, inner = (model.q_size, "fp32"), model.intermediate_size
     gain = (((model.hidden_size,), "fp32"),)
     table = (((header.limits.max_seq_len, model.head_dim // 2), "fp32"),)
-    vocabulary = (((model.vocab_size, model.hidden_size), act),)
+    vocabulary = (((model.vocab_size, model.hidden_size), weights.table_dtype),)
     return {
         "embedding": _Signature((), residual, vocabulary, rows="tokens"),
         "rms_norm": _Signature((residual,), hidden, gain, attribute="eps"),
@@ -80,13 +99,21 @@ def _signatures(header: PlanHeader) -> dict[str, _Signature]:
     }
 
 
-def _linear(call: Call, values: Mapping[str, Value], header: PlanHeader) -> _Signature:
-    act = header.weight_dtype
-    width_in = values[call.inputs[0]].width if call.inputs else 0
+def _sized(call: Call, values: Mapping[str, Value], header: PlanHeader) -> _Signature:
+    """The operators of any width."""
+    weights = WeightDtype(header.weight_dtype)
+    width = values[call.inputs[0]].width if call.inputs else 0
     out = values[call.outputs[0]]
-    return _Signature(
-        ((width_in, act),), (out.width, "fp32" if out.name == "logits" else act), (((out.width, width_in), act),)
-    )
+    if call.op == "quantize":
+        return _Signature(((width, "fp32"),), (width, "int8"))
+    if out.name == "logits":
+        table: Weight = ((out.width, width), weights.table_dtype)
+        return _Signature(((width, weights.activation_dtype),), (out.width, "fp32"), (table,))
+    if weights is WeightDtype.INT8:
+        scaled: tuple[Weight, ...] = (((out.width, width), "int8"), ((out.width,), "fp32"))
+        return _Signature(((width, "int8"),), (out.width, "fp32"), scaled)
+    weight: Weight = ((out.width, width), weights.value)
+    return _Signature(((width, weights.value),), (out.width, weights.value), (weight,))
 
 
 def _check_call(

@@ -80,7 +80,7 @@ class Simulation:
         return self._max_concurrency is None or self._core.num_unfinished < self._max_concurrency
 
     def _submit(self, request: Request, now_s: float) -> None:
-        if self._max_concurrency is not None:
+        if self._max_concurrency is not None and request.arrival_s:  # without one of its own it has arrived now
             request = replace(request, arrival_s=now_s)
         if self._core.num_unstarted >= self._config.max_queue_size:
             self._on_refused(request, "the queue is full")

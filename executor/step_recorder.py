@@ -51,13 +51,12 @@ class StepRecorder:
     def drew(self, sequences: list[Sequence], now_s: float) -> None:
         """Take note of a token of each of these."""
         self._generated_tokens += len(sequences)
-        first = {seq for seq in sequences if seq.first_token_s is None}
-        more = [seq for seq in sequences if seq not in first] if first else sequences
-        self._itl_s += [now_s - seq.last_token_s for seq in more]
-        for seq in first:
-            seq.first_token_s = now_s
-            self._ttft_s.append(now_s - seq.arrival_s)
         for seq in sequences:
+            if seq.first_token_s is None:
+                seq.first_token_s = now_s
+                self._ttft_s.append(now_s - seq.arrival_s)
+            else:
+                self._itl_s.append(now_s - seq.last_token_s)
             seq.last_token_s = now_s
 
     def finished(self, seq: Sequence, reason: FinishReason, now_s: float) -> None:

@@ -46,7 +46,7 @@ class BuildConfig(BaseModel):
     model: str = Field(min_length=1)
     output: Path | None = None
     target: Literal["auto", "cpu", "cuda", "tensorrt", "tensorrt-rtx"] = "auto"
-    weight_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    weight_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = "auto"
     max_batch_size: Annotated[int, Field(ge=1, le=4096)] = 64
     max_num_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
@@ -75,16 +75,16 @@ class BuildConfig(BaseModel):
         raise TargetUnavailableError(f"This version of trtcb does not build for '{self.target}' yet: use --target cpu.")
 
     def weight_type(self, checkpoint_dtype: str) -> WeightDtype:
-        """Resolve ``auto`` against the checkpoint's own type; everything narrower than fp32 is multiplied in bf16."""
+        """Resolve ``auto`` against the checkpoint's own type; what is narrower than fp32 becomes bf16."""
         if self.weight_dtype != "auto":
             return WeightDtype(self.weight_dtype)
         return WeightDtype.FP32 if checkpoint_dtype == "fp32" else WeightDtype.BF16
 
     def kv_type(self, checkpoint_dtype: str) -> KVDtype:
-        """Resolve ``auto`` to the type of the weights."""
+        """Resolve ``auto`` to the type of the weights, and beside int8 ones to bf16."""
         if self.kv_dtype != "auto":
             return KVDtype(self.kv_dtype)
-        return KVDtype(self.weight_type(checkpoint_dtype).value)
+        return KVDtype(self.weight_type(checkpoint_dtype).table_dtype)
 
     def limits(self, spec: ModelSpec) -> BuildLimits:
         """Bounds for this model; raises ``UsageError`` if it cannot see as far as ``max_seq_len``."""
@@ -108,8 +108,8 @@ class BuildConfig(BaseModel):
         )
 
 
-def _policy_name(value: Any) -> Any:
-    """TensorRT-LLM writes its policies in capitals."""
+def _name(value: Any) -> Any:
+    """TensorRT-LLM writes its policies in capitals, and some write hyphens."""
     return value.lower().replace("-", "_") if isinstance(value, str) else value
 
 
@@ -140,10 +140,11 @@ class ServeConfig(BaseModel):
     tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
     victim_policy: Literal["newest", "cheapest"] = "newest"
     overlap_depth: Annotated[int, Field(ge=0, le=1)] = 0
+    cpu_engine: Literal["auto", "portable", "whole_step"] = "auto"
 
-    _policy = field_validator("scheduler_policy", "chunk_policy", "queue_policy", "victim_policy", mode="before")(
-        _policy_name
-    )
+    _named = field_validator(
+        *("scheduler_policy", "chunk_policy", "queue_policy", "victim_policy", "cpu_engine"), mode="before"
+    )(_name)
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000

@@ -10,7 +10,8 @@ op                   inputs            outputs        meaning
 ``embedding``        --                residual fp32  rows of the weight by ``input_ids``
 ``rms_norm``         residual          hidden         normalise with ``eps``; the weight is the gain
 ``add_rms_norm``     residual, delta   hidden         residual += delta in place, then the norm
-``linear``           x                 y              ``x @ weight.T``, weight ``[N, K]``
+``linear``           x                 y              ``x @ weight.T``, weight ``[N, K]``; int8 with its scales ``[N]``
+``quantize``         x fp32            y int8         rotate rows and round them, see ``plugins/cpu/quantized.py``
 ``rope_kv_write``    qkv               query fp32     rotate q and k by tables cos and sin; write k and v of ``layer``
 ``paged_attention``  query             context        causal attention of ``layer`` over the pool
 ``swiglu``           gate, up in a row  hidden        ``silu(gate) * up``
@@ -28,7 +29,7 @@ Rows = Literal["tokens", "logits"]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One intermediate of the step: ``[rows, width]`` of ``dtype`` (``fp32`` or ``bf16``)."""
+    """One intermediate of the step: ``[rows, width]`` of ``fp32``, ``bf16``, or ``int8`` with a scale a row."""
 
     name: str
     rows: Rows

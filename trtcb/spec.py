@@ -10,10 +10,25 @@ import numpy.typing as npt
 
 
 class WeightDtype(str, Enum):
-    """How weights are stored and multiplied."""
+    """How weights are stored and multiplied.
+
+    ``int8`` means weights and activations of all layers: one scale per output and per row, both rotated along the depth
+    so that 8 bits suffice, no calibration. Embedding and head stay ``bf16``.
+    """
 
     FP32 = "fp32"
     BF16 = "bf16"
+    INT8 = "int8"
+
+    @property
+    def table_dtype(self) -> str:
+        """Type of the embedding and of the head."""
+        return "bf16" if self is WeightDtype.INT8 else self.value
+
+    @property
+    def activation_dtype(self) -> str:
+        """Type of what passes between operators."""
+        return "fp32" if self is WeightDtype.INT8 else self.value
 
 
 class KVDtype(str, Enum):

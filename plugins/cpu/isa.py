@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+from typing import Literal
 
 from numba.core.registry import cpu_target
 
@@ -25,12 +26,35 @@ def check_supported() -> None:
         )
 
 
+def has_feature(name: str) -> bool:
+    """Whether the CPU has an instruction set, under LLVM's name."""
+    return f"+{name}" in _target()[2].split(",")
+
+
 def accumulators() -> int:
     """How many 16-lane fp32 accumulators fit in registers beside the operands of a tile. Speed only, never bits."""
-    features = set(_target()[2].split(","))
-    if "+avx512f" in features:
+    if has_feature("avx512f"):
         return 24  # of 32 registers
     return 6  # of 8: AVX2 has 16 registers of half a vector, NEON 32 of a quarter
+
+
+def default_engine() -> Literal["portable", "whole_step"]:
+    """The faster CPU engine here: oneDNN has bf16 products for AVX-512, and none worth the name without it."""
+    return "portable" if has_feature("avx512f") else "whole_step"
+
+
+def panel_columns(weights: str) -> int:
+    """Columns of a panel of packed weights: enough accumulators to hide the latency of a single row's additions."""
+    if weights == "int8":  # whole numbers are added at once
+        return 32 if has_feature("avx512f") else 16
+    return 64 if has_feature("avx512f") else 32
+
+
+def product_rows(weights: str) -> int:
+    """Rows of the largest tile of a product, so that its accumulators fit in registers. Speed only, never bits."""
+    if weights == "int8":
+        return 8 if has_feature("avx512f") else 4
+    return max(1, accumulators() * 16 // panel_columns(weights))
 
 
 def _target() -> tuple[str, str, str]:

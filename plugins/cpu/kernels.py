@@ -15,7 +15,7 @@ import numpy as np
 
 from trtcb.plugins.cpu.isa import accumulators, isa_fingerprint
 from trtcb.plugins.cpu.kernel_config import KernelConfig
-from trtcb.plugins.cpu.pools import allocate_pools, pool_nbytes_per_block, pool_shapes
+from trtcb.plugins.cpu.pools import PoolAddresses, allocate_pools, pool_nbytes_per_block, pool_shapes
 from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher, load_module
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "KernelConfig",
     "PoolAddresses",
     "allocate_pools",
+    "float_bits",
     "isa_fingerprint",
     "load_kernels",
     "pool_nbytes_per_block",
@@ -35,16 +36,6 @@ SERIAL_BYTES = 1 << 18
 
 SERIAL_KV_BYTES = 1 << 17
 """The same for attention, in bytes of keys and values a launch reads per KV head and row, all together."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolAddresses:
-    """One layer's pool arrays (see ``pools.pool_shapes``); the scales are 0 for unquantised formats."""
-
-    k: int
-    v: int
-    k_scale: int = 0
-    v_scale: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +64,15 @@ class CpuKernels:
         self._result = np.zeros(2, np.int64)
         self._eps_bits: dict[float, int] = {}
 
+    @property
+    def scratch(self) -> int:
+        """Address of what attention scribbles on."""
+        return self._scratch_address
+
+    def address(self, kernel: str) -> int:
+        """Address of a kernel's machine code, for as long as this object lives."""
+        return self._address[kernel]
+
     def _run(self, kernel: str, parts: int, *arguments: int) -> None:
         self._launch(self._address[kernel], parts, *arguments, *(0,) * (12 - len(arguments)))
 
@@ -81,7 +81,7 @@ class CpuKernels:
 
     def _eps(self, eps: float) -> int:
         if eps not in self._eps_bits:
-            self._eps_bits[eps] = struct.unpack("<q", struct.pack("<d", eps))[0]
+            self._eps_bits[eps] = float_bits(eps)
         return self._eps_bits[eps]
 
     def embedding(self, ids: int, table: int, residual: int, num_rows: int, *, table_is_bf16: bool) -> None:
@@ -167,6 +167,12 @@ class CpuKernels:
         """``gathered[i] = residual[index[i]] + delta[index[i]]``: index int32 ``[num_rows]``, gathered fp32."""
         parts = self._parts(num_rows, 12 * self.config.hidden_size)
         self._run("gather_rows", parts, residual, delta, delta_is_bf16, index, gathered, num_rows)
+
+
+def float_bits(number: float) -> int:
+    """The bits of a number as an int64: how it travels in an argument block."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
 
 
 def load_kernels(

@@ -6,6 +6,7 @@ as ``[block, kv_head, block_size, head_dim]`` so that 16 dimensions of the conte
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,21 @@ def pool_shapes(config: KernelConfig, num_blocks: int) -> dict[str, tuple[tuple[
 def pool_nbytes_per_block(config: KernelConfig) -> int:
     """Bytes of one block in one layer, scales included."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pool_shapes(config, 1).values())
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAddresses:
+    """One layer's pool arrays; the scales are 0 for unquantised formats."""
+
+    k: int
+    v: int
+    k_scale: int = 0
+    v_scale: int = 0
+
+
+def pool_addresses(arrays: PoolArrays) -> PoolAddresses:
+    """Addresses of arrays that must stay alive."""
+    return PoolAddresses(**{name: array.ctypes.data for name, array in arrays.items()})
 
 
 def allocate_pools(config: KernelConfig, num_blocks: int) -> PoolArrays:

@@ -7,6 +7,7 @@ an index that counts elements of the stored format. No alignment is needed beyon
 Groups: loads and stores per format, arithmetic, lanes and reductions, scalars, threads and calls.
 """
 
+import platform
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
@@ -331,6 +332,28 @@ write_u8 = _writer(I8, types.int64, lambda builder, x: builder.trunc(x, I8))
 def fetch_add(builder: Builder, address: Value, amount: Value) -> Value:
     """Atomically add to the int64 at ``address`` and return what it was: how threads claim work items."""
     return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "acq_rel")
+
+
+@define(types.int64, types.int64)
+def load_acquire(builder: Builder, address: Value) -> Value:
+    """The int64 at ``address``: what its writer wrote before it is visible after this."""
+    return builder.load_atomic(builder.inttoptr(address, I64.as_pointer()), "acquire", align=8)
+
+
+@define(types.none)
+def pause(builder: Builder) -> None:
+    """Tell the CPU that this is a loop that waits."""
+    name, arguments = {
+        "x86_64": ("llvm.x86.sse2.pause", []),
+        "AMD64": ("llvm.x86.sse2.pause", []),
+        "aarch64": ("llvm.aarch64.hint", [ir.Constant(I32, 1)]),
+        "arm64": ("llvm.aarch64.hint", [ir.Constant(I32, 1)]),
+    }.get(platform.machine(), ("", []))
+    if name:
+        callee = builder.module.globals.get(name)
+        if callee is None:
+            callee = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [a.type for a in arguments]), name)
+        builder.call(callee, arguments)
 
 
 def stack(num_bytes: int) -> Callable[[], int]:

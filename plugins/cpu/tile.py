@@ -16,8 +16,6 @@ from numba import types
 from trtcb.plugins.cpu.vector_ir import (
     EMIT_LOAD,
     F32,
-    I8,
-    I32,
     I64,
     LANES,
     VECTOR,
@@ -27,11 +25,11 @@ from trtcb.plugins.cpu.vector_ir import (
     define,
     emit_call,
     emit_pointer,
+    emit_prefetch,
     emit_splat,
 )
 
 UNROLL = 2  # depth steps per loop iteration; depths are multiples of 16
-CACHE_LINE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def _build(module: Any, spec: TileSpec) -> Any:
     values: list[Value] = list(sums)
     for offset in range(UNROLL):
         values = _emit_step(builder, spec, (a, b), builder.add(step, ir.Constant(I64, offset)), values)
-        _emit_prefetch(builder, spec, prefetch, builder.add(step, ir.Constant(I64, offset)))
+        emit_prefetch(builder, prefetch, builder.add(step, ir.Constant(I64, offset)), spec.prefetch_bytes)
     following = builder.add(step, ir.Constant(I64, UNROLL))
     step.add_incoming(following, loop)
     for phi, value in zip(sums, values, strict=True):
@@ -123,19 +121,6 @@ def _emit_step(
         for vector in range(spec.vectors):
             result.append(emit_call(builder, "fma", factor, columns[vector], sums[row * spec.vectors + vector]))
     return result
-
-
-def _emit_prefetch(builder: Builder, spec: TileSpec, address: Value, step: Value) -> None:
-    pointer_type = I8.as_pointer()
-    base = builder.mul(step, ir.Constant(I64, spec.prefetch_bytes))
-    name = "llvm.prefetch.p0"
-    for line in range(0, spec.prefetch_bytes, CACHE_LINE):
-        callee = builder.module.globals.get(name)
-        if callee is None:
-            callee = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [pointer_type, I32, I32, I32]), name)
-        pointer = emit_pointer(builder, address, builder.add(base, ir.Constant(I64, line)), I8)
-        # read, keep in all cache levels, data cache
-        builder.call(callee, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
 
 
 def largest_divisor(number: int, limit: int) -> int:

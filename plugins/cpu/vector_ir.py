@@ -13,6 +13,7 @@ from numba.core.datamodel import models
 from numba.core.extending import intrinsic, register_model
 
 LANES = 16
+CACHE_LINE = 64
 
 Value = Any  # an llvmlite value
 Builder = Any  # llvmlite.ir.IRBuilder
@@ -85,6 +86,19 @@ def emit_pointer(builder: Builder, address: Value, index: Value, element: Any, p
     """Pointer to element ``index`` after ``address``, typed for ``pointee`` (the element itself by default)."""
     pointer = builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
     return pointer if pointee is None else builder.bitcast(pointer, pointee.as_pointer())
+
+
+def emit_prefetch(builder: Builder, address: Value, step: Value, num_bytes: int) -> None:
+    """Fetch the ``step``-th ``num_bytes`` from ``address`` on: for reading, into all cache levels."""
+    base = builder.mul(step, ir.Constant(I64, num_bytes))
+    name = "llvm.prefetch.p0"
+    for line in range(0, num_bytes, CACHE_LINE):
+        callee = builder.module.globals.get(name)
+        if callee is None:
+            kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+            callee = ir.Function(builder.module, kind, name)
+        pointer = emit_pointer(builder, address, builder.add(base, ir.Constant(I64, line)), I8)
+        builder.call(callee, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
 
 
 def _load_raw(builder: Builder, address: Value, index: Value, element: Any, size: int) -> Value:

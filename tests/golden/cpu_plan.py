@@ -35,12 +35,16 @@ def write_cpu_plan(path: Path, checkpoint, weight_dtype: WeightDtype, kv_dtype: 
 class CpuRunner:
     """The cpu runtime behind the interface of ``ort_runner.OrtRunner``."""
 
-    def __init__(self, path: Path, *, num_blocks: int) -> None:
+    def __init__(self, path: Path, *, num_blocks: int, engine: str) -> None:
         plan = Plan.open(path)
         limits = plan.header.limits
         self.block_size = limits.block_size
         self.runtime = CpuRuntime(
-            plan, num_blocks=num_blocks, max_num_tokens=limits.max_num_tokens, max_num_logits=limits.max_batch_size
+            plan,
+            num_blocks=num_blocks,
+            max_num_tokens=limits.max_num_tokens,
+            max_num_logits=limits.max_batch_size,
+            engine=engine,
         )
 
     def step(self, batch: Batch) -> np.ndarray:

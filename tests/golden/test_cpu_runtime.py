@@ -1,6 +1,8 @@
 """The cpu target against onnxruntime on the same graph, and against itself in other packings."""
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -36,23 +38,28 @@ def tables():
     return np.random.default_rng(3).permutation(NUM_BLOCKS)[:30].reshape(3, 10)
 
 
-def cpu_runner(folder, weight_dtype, kv_dtype, spec=SPEC):
+ENGINES = ("portable", "whole_step")
+
+
+def cpu_runner(folder, engine, weight_dtype, kv_dtype, spec=SPEC):
     path = folder / "tiny.plan"
-    return CpuRunner(
-        write_cpu_plan(path, random_checkpoint(spec, seed=1), weight_dtype, kv_dtype, LIMITS), num_blocks=NUM_BLOCKS
-    )
+    write_cpu_plan(path, random_checkpoint(spec, seed=1), weight_dtype, kv_dtype, LIMITS)
+    return CpuRunner(path, num_blocks=NUM_BLOCKS, engine=engine)
 
 
 @pytest.mark.parametrize(
     ("kv_dtype", "tolerance"), [("fp32", 2e-5), ("bf16", 0.01), ("fp16", 0.002), ("int8", 0.02), ("fp8", 0.06)]
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_steps_equal_the_graph_in_onnxruntime(tmp_path, kv_dtype, tolerance, tied, sequences, tables):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_equal_the_graph_in_onnxruntime(tmp_path, engine, kv_dtype, tolerance, tied, sequences, tables):
     spec = dataclasses.replace(SPEC, tie_embeddings=tied)
     checkpoint = random_checkpoint(spec, seed=1)
     oracle = export_runner(tmp_path, checkpoint, KVDtype(kv_dtype), num_blocks=NUM_BLOCKS, block_size=32)
     expected = run_packed(oracle, sequences, tables, PACKING)
-    found = run_packed(cpu_runner(tmp_path, WeightDtype.FP32, KVDtype(kv_dtype), spec), sequences, tables, PACKING)
+    found = run_packed(
+        cpu_runner(tmp_path, engine, WeightDtype.FP32, KVDtype(kv_dtype), spec), sequences, tables, PACKING
+    )
     assert found.keys() == expected.keys()
     scale = max(float(np.abs(logits).max()) for logits in expected.values())
     worst = max(float(np.abs(found[key] - expected[key]).max()) for key in expected)
@@ -61,12 +68,13 @@ def test_steps_equal_the_graph_in_onnxruntime(tmp_path, kv_dtype, tolerance, tie
 
 @pytest.mark.parametrize("kv_dtype", KVDtype)
 @pytest.mark.parametrize("weight_dtype", WeightDtype)
-def test_packing_never_changes_a_bit(tmp_path, weight_dtype, kv_dtype, sequences, tables):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_packing_never_changes_a_bit(tmp_path, engine, weight_dtype, kv_dtype, sequences, tables):
     """Row invariance: alone or among others, whole or in chunks, a row's logits are the same bits."""
-    packed = run_packed(cpu_runner(tmp_path, weight_dtype, kv_dtype), sequences, tables, PACKING)
+    packed = run_packed(cpu_runner(tmp_path, engine, weight_dtype, kv_dtype), sequences, tables, PACKING)
     other_tables = np.random.default_rng(4).permutation(NUM_BLOCKS)[:30].reshape(3, 10)
     for packing in (ALONE, SMALL_CHUNKS):
-        found = run_packed(cpu_runner(tmp_path, weight_dtype, kv_dtype), sequences, other_tables, packing)
+        found = run_packed(cpu_runner(tmp_path, engine, weight_dtype, kv_dtype), sequences, other_tables, packing)
         shared = found.keys() & packed.keys()
         assert len(shared) >= 3
         for key in shared:
@@ -74,27 +82,30 @@ def test_packing_never_changes_a_bit(tmp_path, weight_dtype, kv_dtype, sequences
 
 
 @pytest.mark.parametrize("weight_dtype", WeightDtype)
-def test_a_step_may_want_no_logits(tmp_path, weight_dtype, sequences, tables):
-    runner = cpu_runner(tmp_path, weight_dtype, KVDtype.FP8)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_may_want_no_logits(tmp_path, engine, weight_dtype, sequences, tables):
+    runner = cpu_runner(tmp_path, engine, weight_dtype, KVDtype.FP8)
     logits = runner.step(pack([Chunk(sequences[1][:40], 0, tables[1], wants_logits=False)], 32))
     assert logits.shape == (0, SPEC.vocab_size)
     assert len(runner.tokens) == 0
 
 
-def test_tokens_are_the_greedy_choice_of_the_logits(tmp_path, sequences, tables):
-    runner = cpu_runner(tmp_path, WeightDtype.FP32, KVDtype.FP32)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tokens_are_the_greedy_choice_of_the_logits(tmp_path, engine, sequences, tables):
+    runner = cpu_runner(tmp_path, engine, WeightDtype.FP32, KVDtype.FP32)
     logits = runner.step(pack([Chunk(sequences[i], 0, tables[i]) for i in (0, 1)], 32))
     assert runner.tokens.tolist() == logits.argmax(axis=1).tolist()
 
 
-def test_a_row_of_nan_fails_alone(tmp_path, sequences, tables):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_of_nan_fails_alone(tmp_path, engine, sequences, tables):
     checkpoint = random_checkpoint(SPEC, seed=1)
     embedding = checkpoint.tensors["model.embed_tokens.weight"].copy()
     poisoned = sequences[0][0]
     embedding[poisoned] = np.nan
     checkpoint = dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, "model.embed_tokens.weight": embedding})
     path = write_cpu_plan(tmp_path / "nan.plan", checkpoint, WeightDtype.FP32, KVDtype.INT8, LIMITS)
-    runner = CpuRunner(path, num_blocks=NUM_BLOCKS)
+    runner = CpuRunner(path, num_blocks=NUM_BLOCKS, engine=engine)
     clean = [token for token in sequences[1] if token != poisoned]
     runner.step(pack([Chunk([poisoned], 0, tables[0]), Chunk(clean, 0, tables[1])], 32))
     first, second = runner.tokens.tolist()
@@ -102,8 +113,25 @@ def test_a_row_of_nan_fails_alone(tmp_path, sequences, tables):
     assert second >= 0
     # The page that held the poisoned token serves its next owner as if it had never been there.
     reused = runner.step(pack([Chunk(clean, 0, tables[0])], 32))
-    fresh = CpuRunner(path, num_blocks=NUM_BLOCKS).step(pack([Chunk(clean, 0, tables[2])], 32))
+    fresh = CpuRunner(path, num_blocks=NUM_BLOCKS, engine=engine).step(pack([Chunk(clean, 0, tables[2])], 32))
     assert np.array_equal(reused, fresh)
+
+
+SERVE_WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+from trtcb.executor.cpu_runtime import CpuRuntime
+from trtcb.plan import Plan
+plan = Plan.open(Path(sys.argv[1]))
+CpuRuntime(plan, num_blocks=4, max_num_tokens=64, max_num_logits=4, engine="whole_step").close()
+sys.exit("torch" in sys.modules)
+"""
+
+
+def test_the_whole_step_engine_needs_no_torch(tmp_path):
+    path = tmp_path / "tiny.plan"
+    write_cpu_plan(path, random_checkpoint(SPEC, seed=1), WeightDtype.BF16, KVDtype.FP8, LIMITS)
+    subprocess.run([sys.executable, "-c", SERVE_WITHOUT_TORCH, path], check=True)
 
 
 def test_row_counts_are_few_and_never_one():

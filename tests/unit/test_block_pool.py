@@ -109,6 +109,16 @@ def test_a_twin_is_not_published_and_is_plain_free_afterwards():
     assert pool.num_cached == 1
 
 
+def test_a_block_keeps_the_key_under_which_it_was_published():
+    pool = BlockPool(1)
+    held = pool.take(1)
+    first, second = keys(pool, 2)
+    pool.publish(held[0], first)
+    pool.publish(held[0], second)
+    assert (pool.lookup(first), pool.lookup(second)) == (held[0], None)
+    assert pool.audit([held]) == []
+
+
 def test_forgotten_blocks_are_not_found_whether_used_or_cached():
     pool = BlockPool(3)
     used, cached, plain = pool.take(3)
@@ -151,6 +161,10 @@ def test_keys_cannot_be_predicted_from_outside():
         (lambda pool: pool._free.pop(), "block 1 is listed 0 times among the free, with 0 references"),
         (lambda pool: pool._block_of.__setitem__(b"x", 1), "index of published blocks"),
         (lambda pool: setattr(pool, "num_used", 0), "0 used + 0 cached + 1 free != 2"),
+        (lambda pool: pool._key_of.__setitem__(0, b"x"), "index of published blocks"),
+        (lambda pool: (pool.publish(0, b"x"), pool._key_of.__setitem__(0, b"y")), "index of published blocks"),
+        (lambda pool: pool._cached.setdefault(pool._free.pop()), "a cached one is not published"),
+        (lambda pool: pool.publish(1, b"x"), "a published block is not cached"),
     ],
 )
 def test_the_audit_names_what_is_wrong(damage, fault):

@@ -37,6 +37,17 @@ class TestOrder:
         assert [seq.request_id for seq, _ in step.chunks] == ["high"]
         assert bench.waiting() == ["low"]
 
+    def test_what_a_victim_gives_up_lets_those_before_it_start_in_the_same_pass(self):
+        bench = Bench("max_utilization", 4)
+        bench.add("first", 10, 20, priority=0.9)
+        bench.add("victim", 30, 10, priority=0.1)
+        bench.step()
+        bench.add("between", 10, 10, priority=0.5)
+        step = bench.schedule()  # first needs a block and there is none
+        assert [seq.request_id for seq in step.paused] == ["victim"]
+        assert [seq.request_id for seq in step.decodes] == ["first"]
+        assert [seq.request_id for seq, _ in step.chunks] == ["between"]
+
     def test_max_utilization_pauses_when_the_batch_is_full_too(self):
         bench = Bench("max_utilization", 100, max_batch_size=2)
         for name in ("a", "b"):

@@ -8,7 +8,7 @@ from onnx import helper
 from trtcb.builder.export import build_graph
 from trtcb.builder.lower import LoweringError, lower
 from trtcb.program import Program
-from trtcb.spec import KVDtype, ModelSpec
+from trtcb.spec import KVDtype, ModelSpec, WeightDtype
 
 SPEC = ModelSpec("tiny", 64, 128, 3, 4, 2, 16, 256, 128)
 TIED = ModelSpec("tied", 64, 128, 1, 4, 2, 16, 256, 128, tie_embeddings=True)
@@ -21,7 +21,7 @@ def graph(spec=SPEC, dtype="fp32", kv_dtype=KVDtype.FP32):
 @pytest.mark.parametrize("kv_dtype", list(KVDtype))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_layer_becomes_nine_calls(dtype, kv_dtype):
-    lowered = lower(graph(dtype=dtype, kv_dtype=kv_dtype), SPEC, dtype)
+    lowered = lower(graph(dtype=dtype, kv_dtype=kv_dtype), SPEC, WeightDtype(dtype))
     ops = Counter(call.op for call in lowered.program.calls)
     layers = SPEC.num_layers
     assert ops == {
@@ -41,7 +41,7 @@ def test_a_layer_becomes_nine_calls(dtype, kv_dtype):
 
 
 def test_projections_of_one_input_are_stacked_in_the_order_the_kernels_read():
-    recipes = {w.name: w for w in lower(graph(dtype="bf16"), SPEC, "bf16").weights}
+    recipes = {w.name: w for w in lower(graph(dtype="bf16"), SPEC, WeightDtype.BF16).weights}
     prefix = "model.layers.1."
     assert recipes["layers.1.self_attn.q_k_v_proj"].parts == tuple(
         f"{prefix}self_attn.{p}_proj.weight" for p in ("q", "k", "v")
@@ -55,20 +55,20 @@ def test_projections_of_one_input_are_stacked_in_the_order_the_kernels_read():
 
 
 def test_a_tied_head_is_stored_once():
-    lowered = lower(graph(TIED), TIED, "fp32")
+    lowered = lower(graph(TIED), TIED, WeightDtype.FP32)
     assert lowered.program.calls[-1].weights == lowered.program.calls[0].weights == ("embedding",)
     assert [w.parts for w in lowered.weights].count(("model.embed_tokens.weight",)) == 1
 
 
 def test_every_value_is_written_before_it_is_read():
     written = set()
-    for call in lower(graph(), SPEC, "fp32").program.calls:
+    for call in lower(graph(), SPEC, WeightDtype.FP32).program.calls:
         assert set(call.inputs) <= written
         written |= set(call.outputs)
 
 
 def test_program_survives_json():
-    program = lower(graph(), SPEC, "fp32").program
+    program = lower(graph(), SPEC, WeightDtype.FP32).program
     assert Program.from_json(program.to_json()) == program
     with pytest.raises(KeyError):
         program.value("nothing")
@@ -78,7 +78,7 @@ def test_an_operator_without_a_kernel_is_named():
     model = graph()
     model.graph.node.append(helper.make_node("Erf", ["layers.0.v"], ["odd"], name="layers.0.odd"))
     with pytest.raises(LoweringError, match=r"no kernel for Erf .*layers\.0\.odd"):
-        lower(model, SPEC, "fp32")
+        lower(model, SPEC, WeightDtype.FP32)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_pattern_that_is_not_a_llama_is_refused(node, change):
     [found] = [n for n in model.graph.node if n.name == node]
     change(found)
     with pytest.raises(LoweringError):
-        lower(model, SPEC, "fp32")
+        lower(model, SPEC, WeightDtype.FP32)
 
 
 def test_another_attention_scale_is_refused():
@@ -105,4 +105,4 @@ def test_another_attention_scale_is_refused():
     [scale] = [a for a in node.attribute if a.name == "scale"]
     scale.f = 0.5
     with pytest.raises(LoweringError, match="PagedAttention"):
-        lower(model, SPEC, "fp32")
+        lower(model, SPEC, WeightDtype.FP32)

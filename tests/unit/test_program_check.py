@@ -13,7 +13,7 @@ from trtcb.errors import PlanError
 from trtcb.executor.program_check import check_program
 from trtcb.plan_format import PlanHeader, TensorInfo
 from trtcb.program import Call, Program, Value
-from trtcb.spec import BuildLimits, KVDtype, ModelSpec
+from trtcb.spec import BuildLimits, KVDtype, ModelSpec, WeightDtype
 
 SPEC = ModelSpec("tiny", 64, 128, 2, 4, 2, 16, 256, 128)
 HEADER = PlanHeader("cpu", {}, SPEC, "bf16", KVDtype.FP8, BuildLimits(max_seq_len=128), {}, {})
@@ -22,7 +22,7 @@ HEADER = PlanHeader("cpu", {}, SPEC, "bf16", KVDtype.FP8, BuildLimits(max_seq_le
 def compiled() -> tuple[Program, dict[str, TensorInfo]]:
     graph = build_graph(SPEC, dtype="bf16", kv_dtype=KVDtype.FP8, block_size=32, max_positions=128)
     shapes = {t.name: tuple(t.dims) for t in graph.graph.initializer}
-    lowered = lower(graph, SPEC, "bf16")
+    lowered = lower(graph, SPEC, WeightDtype.BF16)
     tensors = {}
     for recipe in lowered.weights:
         parts = [shapes[part] for part in recipe.parts]

@@ -71,6 +71,9 @@ class EngineFlags:
         int | None, typer.Option(help="For requests that name no limit. [what max_seq_len leaves]")
     ] = None
     threads: Annotated[int | None, typer.Option(help="CPU threads of the engine. [one a core]")] = None
+    cpu_engine: Annotated[
+        str | None, typer.Option(help="auto, portable or whole_step: what runs a cpu plan. [auto]")
+    ] = None
 
     def given(self) -> Mapping[str, Any]:
         """Return all of them by name, for :func:`~trtcb.config_sources.resolve`."""

@@ -8,8 +8,8 @@ import typer
 
 from trtcb.config import BuildConfig
 from trtcb.config_sources import resolve
+from trtcb.errors import UsageError
 from trtcb.memory import format_size
-from trtcb.spec import WeightDtype
 
 
 def export(
@@ -48,6 +48,8 @@ def export(
         "revision": revision,
     }
     config = resolve(BuildConfig, flags=flags).config
+    if config.weight_dtype == "int8":
+        raise UsageError("A graph is exported in fp32 or bf16, and a build rounds it to int8: use --weight-dtype bf16.")
 
     from trtcb.builder.build import compile_options, open_checkpoint
     from trtcb.builder.export import build_graph
@@ -61,7 +63,7 @@ def export(
         display.on_stage("graph", 0)
         graph = build_graph(
             checkpoint.spec,
-            dtype="fp32" if options.weight_dtype is WeightDtype.FP32 else "bf16",
+            dtype=options.weight_dtype.table_dtype,
             kv_dtype=options.kv_dtype,
             block_size=options.limits.block_size,
             max_positions=options.limits.max_seq_len,

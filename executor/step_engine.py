@@ -1,0 +1,106 @@
+"""The whole-step CPU engine: all layers of a step in one call, on kernels of our own."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trtcb.executor.runtime import Batch, Float32, StepOutput
+from trtcb.plugins.cpu import threads
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from trtcb.plan import Plan
+    from trtcb.plugins.cpu.pools import PoolArrays
+    from trtcb.program import Value
+
+
+SERIAL_MULTIPLICATIONS = 4_000_000
+"""Size of a step below which one thread does it all: to wake others costs some microseconds."""
+
+ROWS_PER_PART = 4  # of what treats rows alone
+
+
+class StepEngine:
+    """Runs the steps of a ``cpu`` plan on the thread that made it; no other may touch it. Needs no torch.
+
+    The pool is zeroed memory that the system hands out as it is first touched. The plan must stay open meanwhile.
+    """
+
+    def __init__(
+        self, plan: "Plan", *, num_blocks: int, max_num_tokens: int, max_num_logits: int, num_threads: int | None = None
+    ) -> None:
+        self.thread_layer = threads.configure(num_threads)  # before numba
+
+        from trtcb.executor.program_check import checked_program
+        from trtcb.executor.step_ops import StepOps
+        from trtcb.executor.token_drawer import TokenDrawer
+        from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
+        from trtcb.plugins.cpu.pools import allocate_pools, pool_addresses
+        from trtcb.plugins.cpu.step import StepFunction
+
+        header = plan.header
+        program = checked_program(plan)
+        config = KernelConfig.of(header.model, header.kv_dtype, "fp32", header.limits.block_size)
+        self._kernels = load_kernels(config)
+        self._pools: list[PoolArrays] = [allocate_pools(config, num_blocks) for _ in range(header.model.num_layers)]
+        rows = {"tokens": max_num_tokens, "logits": max_num_logits}
+        self._values = {value.name: _allocate(value, rows[value.rows]) for value in program.values}
+        pools = [pool_addresses(arrays) for arrays in self._pools]
+        self._ops = StepOps(plan, program, self._kernels, pools, self._values)
+        self._function = StepFunction(self._ops.bind())
+        self._num_params = header.model.num_params
+        self._drawer = TokenDrawer(header.model.vocab_size)
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Run one step and draw; -1 where a row's logits were not numbers."""
+        from trtcb.plugins.cpu.pools import copy_blocks
+        from trtcb.plugins.cpu.step import StepWord
+
+        if len(batch.copies):
+            for pools in self._pools:
+                copy_blocks(pools, batch.copies)
+        input_ids = self._drawer.input_ids(batch)
+        num_tokens = len(input_ids)
+        positions = batch.positions.ctypes.data
+        plan = self._kernels.plan_attention(batch.cu_q.ctypes.data, positions, len(batch.cu_q) - 1, num_tokens)
+        self._function.run(
+            {
+                StepWord.NUM_TOKENS: num_tokens,
+                StepWord.NUM_LOGITS: len(batch.logit_index),
+                StepWord.TABLE_WIDTH: batch.block_tables.shape[1],
+                StepWord.INPUT_IDS: input_ids.ctypes.data,
+                StepWord.POSITIONS: positions,
+                StepWord.SLOT_MAPPING: batch.slot_mapping.ctypes.data,
+                StepWord.BLOCK_TABLES: batch.block_tables.ctypes.data,
+                StepWord.LOGIT_INDEX: batch.logit_index.ctypes.data,
+                StepWord.ITEMS: plan.items,
+                StepWord.NUM_ITEMS: plan.num_items,
+                StepWord.TOKEN_PARTS: self._num_parts(num_tokens),
+                StepWord.LOGIT_PARTS: self._num_parts(len(batch.logit_index)),
+            },
+            num_threads=self._kernels.num_threads if num_tokens * self._num_params > SERIAL_MULTIPLICATIONS else 1,
+        )
+        return self._drawer.draw(batch, self._values["logits"].ctypes.data)
+
+    def _num_parts(self, num_rows: int) -> int:
+        return min(-(-num_rows // ROWS_PER_PART), 2 * self._kernels.num_threads)
+
+    def logits(self) -> Float32:
+        """Logits ``[NL, vocab]`` of the last step, for evaluation; overwritten by the next."""
+        logits: Float32 = self._values["logits"]
+        return logits
+
+    def close(self) -> None:
+        """Drop pools and weights, and let go of the plan."""
+        self._ops.close()
+        self._pools.clear()
+        self._values.clear()
+
+
+def _allocate(value: "Value", num_rows: int) -> "npt.NDArray[Any]":
+    from trtcb.plugins.cpu.quantized import row_bytes
+
+    if value.dtype == "int8":
+        return np.zeros((num_rows, row_bytes(value.width)), np.uint8)
+    return np.zeros((num_rows, value.width), np.float32)

@@ -1,0 +1,177 @@
+"""The inner loop of int8 products as LLVM IR: exact sums of 8-bit products, scaled once at the end.
+
+Rows of A are what ``quantized.py`` describes, B is a panel of columns, ``[depth / 4, columns, 4]`` bytes and then the
+columns' fp32 scales. ``C = float(sum) * column scale * row scale``, in this order. Sums are exact, so neither the shape
+of a tile nor the instructions change a bit.
+"""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+
+from trtcb.plugins.cpu.isa import has_feature
+from trtcb.plugins.cpu.vector_ir import (
+    F32,
+    I16,
+    I32,
+    I64,
+    INTEGERS,
+    LANES,
+    VECTOR,
+    Builder,
+    Value,
+    constant,
+    define,
+    emit_pointer,
+    emit_prefetch,
+    emit_splat,
+)
+
+_HALF = LANES // 2
+
+
+@dataclass(frozen=True, slots=True)
+class DotSpec:
+    """Shape of a tile. ``depth`` is a multiple of 4; strides count bytes of A's rows and elements of C's (fp32)."""
+
+    rows: int
+    vectors: int
+    depth: int
+    a_stride: int
+    scale_offset: int
+    c_stride: int
+    prefetch_bytes: int = 0
+
+    @property
+    def symbol(self) -> str:
+        """Name of the function in a module."""
+        return f"dot_{self.rows}x{self.vectors}_{self.depth}_{self.c_stride}_{self.prefetch_bytes}"
+
+
+def define_dot_tile(spec: DotSpec) -> Callable[[int, int, int, int, int], None]:
+    """Make ``tile(a, b, c, depth, prefetch)`` with the parameters of :func:`~trtcb.plugins.cpu.tile.define_tile`."""
+
+    def tile(builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
+        function = builder.module.globals.get(spec.symbol)
+        if function is None:
+            function = _build(builder.module, spec)
+        builder.call(function, [a, b, c, prefetch])
+
+    return define(types.none, *[types.int64] * 5)(tile)
+
+
+def _build(module: Any, spec: DotSpec) -> Any:
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 4), spec.symbol)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    function.attributes.add("nounwind")
+    a, b, c, prefetch = function.args
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    entry, loop, done = builder.block, function.append_basic_block("loop"), function.append_basic_block("done")
+    emit_dots = _emit_pair_dots if platform.machine() in ("x86_64", "AMD64") and has_feature("avx2") else _emit_dots
+    num_sums = spec.rows * spec.vectors
+    builder.branch(loop)
+
+    builder.position_at_end(loop)
+    step = builder.phi(I64)
+    step.add_incoming(ir.Constant(I64, 0), entry)
+    sums = [builder.phi(INTEGERS) for _ in range(num_sums)]
+    for phi in sums:
+        phi.add_incoming(constant(I32, 0), entry)
+    values: list[Value] = list(sums)
+    weights = [
+        builder.load(
+            emit_pointer(
+                builder,
+                b,
+                builder.add(builder.mul(step, ir.Constant(I64, spec.vectors * LANES)), ir.Constant(I64, v * LANES)),
+                I32,
+                INTEGERS,
+            ),
+            align=4,
+        )
+        for v in range(spec.vectors)
+    ]
+    for row in range(spec.rows):
+        codes = builder.add(
+            builder.add(a, ir.Constant(I64, row * spec.a_stride)), builder.mul(step, ir.Constant(I64, 8))
+        )
+        emitted = emit_dots(builder, weights, codes)
+        for v in range(spec.vectors):
+            values[row * spec.vectors + v] = builder.add(values[row * spec.vectors + v], emitted[v])
+    if spec.prefetch_bytes:
+        emit_prefetch(builder, prefetch, step, spec.prefetch_bytes)
+    following = builder.add(step, ir.Constant(I64, 1))
+    step.add_incoming(following, loop)
+    for phi, value in zip(sums, values, strict=True):
+        phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, ir.Constant(I64, spec.depth // 4)), loop, done)
+
+    builder.position_at_end(done)
+    _emit_results(builder, spec, (a, b, c), values)
+    builder.ret_void()
+    return function
+
+
+def _emit_dots(builder: Builder, weights: list[Value], codes: Value) -> list[Value]:
+    """Sums of four products in every lane: the plain form. Codes are 16 bits each, in the order 0, 2, 1, 3."""
+    products: list[Value] = []
+    factors = []
+    for place in (0, 2, 1, 3):
+        code = builder.load(emit_pointer(builder, codes, ir.Constant(I64, place), I16), align=2)
+        factors.append(emit_splat(builder, builder.sext(code, I32)))
+    for weight in weights:
+        total: Value = constant(I32, 0)
+        for byte, factor in enumerate(factors):
+            moved = builder.shl(weight, constant(I32, 24 - 8 * byte))
+            total = builder.add(total, builder.mul(builder.ashr(moved, constant(I32, 24)), factor))
+        products.append(total)
+    return products
+
+
+def _emit_pair_dots(builder: Builder, weights: list[Value], codes: Value) -> list[Value]:
+    """The same by AVX2's products of pairs: even bytes times codes 0 and 2, odd ones times 1 and 3."""
+    pairs = []
+    for place in (0, 1):
+        pair = builder.load(emit_pointer(builder, codes, ir.Constant(I64, place), I32), align=4)
+        pairs.append(builder.bitcast(emit_splat(builder, pair), ir.VectorType(I16, 2 * LANES)))
+    products = []
+    for weight in weights:
+        wide = builder.bitcast(weight, ir.VectorType(I16, 2 * LANES))
+        eight = constant(I16, 8, 2 * LANES)
+        even, odd = builder.ashr(builder.shl(wide, eight), eight), builder.ashr(wide, eight)
+        sums = [builder.add(_pmadd(builder, even, pairs[0], h), _pmadd(builder, odd, pairs[1], h)) for h in (0, 1)]
+        index = ir.Constant(INTEGERS, list(range(LANES)))
+        products.append(builder.shuffle_vector(sums[0], sums[1], index))
+    return products
+
+
+def _pmadd(builder: Builder, x: Value, y: Value, half: int) -> Value:
+    """Sums of products of neighbours, of one half of 32 lanes of 16 bits."""
+    wide, narrow = ir.VectorType(I16, LANES), ir.VectorType(I32, _HALF)
+    index = ir.Constant(ir.VectorType(I32, LANES), list(range(half * LANES, (half + 1) * LANES)))
+    undefined = ir.Constant(x.type, ir.Undefined)
+    name = "llvm.x86.avx2.pmadd.wd"
+    callee = builder.module.globals.get(name)
+    if callee is None:
+        callee = ir.Function(builder.module, ir.FunctionType(narrow, [wide, wide]), name)
+    return builder.call(callee, [builder.shuffle_vector(one, undefined, index) for one in (x, y)])
+
+
+def _emit_results(builder: Builder, spec: DotSpec, addresses: tuple[Value, Value, Value], sums: list[Value]) -> None:
+    a, b, c = addresses
+    scales = builder.add(b, ir.Constant(I64, spec.depth * spec.vectors * LANES))
+    for row in range(spec.rows):
+        place = builder.add(a, ir.Constant(I64, row * spec.a_stride + spec.scale_offset))
+        row_scale = emit_splat(builder, builder.load(emit_pointer(builder, place, ir.Constant(I64, 0), F32), align=4))
+        for v in range(spec.vectors):
+            lane = ir.Constant(I64, v * LANES)
+            column_scale = builder.load(emit_pointer(builder, scales, lane, F32, VECTOR), align=4)
+            total = builder.sitofp(sums[row * spec.vectors + v], VECTOR)
+            result = builder.fmul(builder.fmul(total, column_scale), row_scale)
+            out = emit_pointer(builder, c, ir.Constant(I64, row * spec.c_stride + v * LANES), F32, VECTOR)
+            builder.store(result, out, align=4)

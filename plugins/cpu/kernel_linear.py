@@ -1,0 +1,104 @@
+"""Source of the products with a weight, with fp32 results. ``specialize.py`` rewrites the constants; not used directly.
+
+With bf16 or fp32 weights, rows are fp32, and every element is one chain of fused multiply-adds in order of depth,
+whatever the number of rows and of threads. Nothing is rounded to bf16: a logit of 20 would be off by up to 0.06, and
+the best two tokens are often closer. With int8 weights, rows are what ``quantized.py`` describes, and sums are exact.
+
+Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]`` (int8: ``[panel, depth / 4,
+columns, 4]`` and the columns' scales), the last one padded with zeros. A panel stays in the cache while all rows pass
+over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows.
+"""
+
+from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
+from trtcb.plugins.cpu.quantized import row_bytes
+from trtcb.plugins.cpu.simd import jit, read_f32, read_i64, stack, write_f32
+from trtcb.plugins.cpu.tile import TileSpec, define_tile
+from trtcb.plugins.cpu.vector_ir import LANES
+
+# --- constants of a specialisation ---
+DEPTH = 576
+WIDTH = 49152
+WEIGHTS = "bf16"
+PANEL = 64
+ROWS = 6
+# --- end of constants ---
+
+IS_INT8 = WEIGHTS == "int8"
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}[WEIGHTS]
+X_BYTES = row_bytes(DEPTH) if IS_INT8 else DEPTH * 4
+PANEL_BYTES = DEPTH * PANEL * WEIGHT_BYTES + (PANEL * 4 if IS_INT8 else 0)
+NUM_PANELS = -(-WIDTH // PANEL)
+NUM_WHOLE = WIDTH // PANEL
+LARGE = ROWS
+MEDIUM = max(1, LARGE // 3)
+AHEAD = 4096  # bytes between what is multiplied and what is fetched: hides the latency of main memory
+
+
+def define_product(rows: int, c_stride: int, *, fetch: bool):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """Make the product of ``rows`` rows with one panel. Only the first to touch a panel fetches it."""
+    vectors = PANEL // LANES
+    if IS_INT8:
+        fetched = 4 * PANEL if fetch else 0
+        return define_dot_tile(DotSpec(rows, vectors, DEPTH, X_BYTES, 2 * DEPTH, c_stride, fetched))
+    fetched = WEIGHT_BYTES * PANEL if fetch else 0
+    return define_tile(TileSpec(rows, vectors, WEIGHTS, DEPTH, PANEL, c_stride, prefetch_bytes=fetched))
+
+
+first_large = define_product(LARGE, WIDTH, fetch=True)
+more_large = define_product(LARGE, WIDTH, fetch=False)
+first_medium = define_product(MEDIUM, WIDTH, fetch=True)
+more_medium = define_product(MEDIUM, WIDTH, fetch=False)
+first_row = define_product(1, WIDTH, fetch=True)
+more_row = define_product(1, WIDTH, fetch=False)
+edge_row = define_product(1, PANEL, fetch=False)
+edge_columns = stack(PANEL * 4)
+
+
+@jit
+def whole_panel(x: int, panel: int, out: int, num_rows: int) -> None:
+    """All rows' columns of one panel; ``out`` is the address of the first row's first."""
+    if num_rows >= LARGE:
+        first_large(x, panel, out, DEPTH, panel + AHEAD)
+        row = LARGE
+    elif num_rows >= MEDIUM:
+        first_medium(x, panel, out, DEPTH, panel + AHEAD)
+        row = MEDIUM
+    else:
+        first_row(x, panel, out, DEPTH, panel + AHEAD)
+        row = 1
+    while row + LARGE <= num_rows:
+        more_large(x + row * X_BYTES, panel, out + row * WIDTH * 4, DEPTH, panel)
+        row += LARGE
+    while row + MEDIUM <= num_rows:
+        more_medium(x + row * X_BYTES, panel, out + row * WIDTH * 4, DEPTH, panel)
+        row += MEDIUM
+    while row < num_rows:
+        more_row(x + row * X_BYTES, panel, out + row * WIDTH * 4, DEPTH, panel)
+        row += 1
+
+
+@jit
+def last_panel(x: int, panel: int, out: int, num_rows: int) -> None:
+    """The same where the width ends inside the panel."""
+    columns = edge_columns()
+    for row in range(num_rows):
+        edge_row(x + row * X_BYTES, panel, columns, DEPTH, panel)
+        for column in range(WIDTH - NUM_WHOLE * PANEL):
+            write_f32(out, row * WIDTH + column, read_f32(columns, column))
+
+
+def linear(arguments: int, part: int, parts: int) -> None:
+    """Arguments: rows, panels, output (fp32), number of rows, which may be 0."""
+    x, panels, out = read_i64(arguments, 0), read_i64(arguments, 1), read_i64(arguments, 2)
+    num_rows = read_i64(arguments, 3)
+    if num_rows == 0:
+        return
+    for index in range(NUM_PANELS * part // parts, NUM_PANELS * (part + 1) // parts):
+        panel, columns = panels + index * PANEL_BYTES, out + index * PANEL * 4
+        if index < NUM_WHOLE:
+            whole_panel(x, panel, columns, num_rows)
+        else:
+            last_panel(x, panel, columns, num_rows)
+
+
+KERNELS = (linear,)

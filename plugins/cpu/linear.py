@@ -1,0 +1,90 @@
+"""Products with a weight on the CPU: bf16 and fp32 weights times fp32 rows, int8 ones times quantised rows."""
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from trtcb.plugins.cpu.isa import panel_columns, product_rows
+from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher
+
+
+class PackedLinear:
+    """Packed weights and the kernel for their shape. ``weight`` is ``[N, K]`` bf16, fp32 or int8 and not kept.
+
+    K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. A row's result does not depend
+    on how many others there are, or on the number of threads.
+    """
+
+    def __init__(
+        self,
+        weight: npt.NDArray[Any],
+        scale: npt.NDArray[np.float32] | None = None,
+        *,
+        num_threads: int | None = None,
+        on_progress: Progress | None = None,
+    ) -> None:
+        self._num_threads = numba.get_num_threads() if num_threads is None else num_threads
+        weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
+        self._kernel = compile_linear(weight.shape[0], weight.shape[1], weights, on_progress=on_progress)
+        self._launch = compile_launcher()
+        columns = panel_columns(weights)
+        self._panels = pack_panels(weight, columns) if scale is None else pack_quads(weight, scale, columns)
+
+    @property
+    def kernel(self) -> int:
+        """Address of the kernel, for as long as this object lives."""
+        address: int = self._kernel.address
+        return address
+
+    @property
+    def panels(self) -> int:
+        """Address of the packed weights, for as long as this object lives."""
+        return self._panels.ctypes.data
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the packed weights."""
+        return self._panels.nbytes
+
+    def multiply(self, x: int, out: int, num_rows: int) -> None:
+        """Write fp32 ``[num_rows, N]`` at ``out`` from the rows at ``x``: fp32 ``[num_rows, K]``, or quantised."""
+        if num_rows:  # a step of prompt chunks may want no logits
+            self._launch(self.kernel, self._num_threads, x, self.panels, out, num_rows, *(0,) * 8)
+
+
+def compile_linear(width: int, depth: int, weights: str, *, on_progress: Progress | None = None) -> Any:
+    """Compile the kernel for a shape and type of weights, or load it from the user's cache."""
+    constants = {
+        "DEPTH": depth,
+        "WIDTH": width,
+        "WEIGHTS": weights,
+        "PANEL": panel_columns(weights),
+        "ROWS": product_rows(weights),
+    }
+    return compile_kernels("kernel_linear", constants, on_progress)["linear"]
+
+
+def pack_panels(weight: npt.NDArray[Any], columns: int) -> npt.NDArray[Any]:
+    """``[N, K]`` -> ``[panels, K, columns]`` bit patterns; missing columns are zero."""
+    width, depth = weight.shape
+    bits = weight.view({2: np.uint16, 4: np.uint32}[weight.dtype.itemsize])
+    panels = np.zeros((-(-width // columns), depth, columns), bits.dtype)
+    whole = width // columns
+    panels[:whole] = bits[: whole * columns].reshape(whole, columns, depth).swapaxes(1, 2)
+    if rest := width - whole * columns:
+        panels[whole, :, :rest] = bits[whole * columns :].T
+    return panels
+
+
+def pack_quads(codes: npt.NDArray[np.int8], scale: npt.NDArray[np.float32], columns: int) -> npt.NDArray[np.uint8]:
+    """``[N, K]`` and ``[N]`` -> ``[panels, bytes]``: ``[K / 4, columns, 4]`` codes, then ``[columns]`` fp32 scales."""
+    width, depth = codes.shape
+    num_panels = -(-width // columns)
+    padded = np.zeros((num_panels * columns, depth), np.int8)
+    padded[:width] = codes
+    scales = np.zeros(num_panels * columns, np.float32)
+    scales[:width] = scale
+    quads = padded.reshape(num_panels, columns, depth // 4, 4).swapaxes(1, 2).reshape(num_panels, depth * columns)
+    return np.concatenate([quads.view(np.uint8), scales.reshape(num_panels, columns).view(np.uint8)], axis=1)

@@ -1,0 +1,51 @@
+"""Int8 activations and weights: how rows are stored, and the rotation that makes them fit for 8 bits.
+
+A row is rotated in blocks by the Hadamard matrix before it is rounded, the weights along their depth likewise, so the
+product stays what it was. That spreads outliers over a block (QuaRot, arXiv 2404.00456, section 3). Codes are
+``rint(127 * x / max|x|)``, one scale a row.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_ROTATION = 64
+SCALE_BYTES = 32  # behind a row's codes: an fp32 scale, and padding
+
+Float32 = npt.NDArray[np.float32]
+
+
+def row_bytes(width: int) -> int:
+    """Bytes of one row of activations: codes of 16 bits, of each four in the order 0, 2, 1, 3, then the scale."""
+    return 2 * width + SCALE_BYTES
+
+
+def rotation(width: int) -> int:
+    """Size of the blocks in which ``width`` elements are rotated: a power of two that divides it, 64 at most."""
+    return min(MAX_ROTATION, width & -width)
+
+
+def hadamard(size: int) -> Float32:
+    """The orthonormal Hadamard matrix of a power of two; symmetric, and its own inverse."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return (matrix / math.sqrt(size)).astype(np.float32)
+
+
+def rotate(rows: npt.NDArray[Any]) -> Float32:
+    """Rotate each row ``[..., width]`` block by block."""
+    width = rows.shape[-1]
+    size = rotation(width)
+    blocks = rows.astype(np.float32).reshape(*rows.shape[:-1], width // size, size)
+    return (blocks @ hadamard(size)).reshape(rows.shape)
+
+
+def quantize(rows: Float32) -> tuple[npt.NDArray[np.int8], Float32]:
+    """Codes ``[N, K]`` and scales ``[N]`` of rows that are rotated already."""
+    peak = np.abs(rows).max(axis=-1)
+    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
+    codes = np.clip(np.rint(rows * inverse[..., None]), -127, 127).astype(np.int8)
+    return codes, (peak / np.float32(127)).astype(np.float32)

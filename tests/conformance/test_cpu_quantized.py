@@ -1,0 +1,97 @@
+"""Int8 products: rotation, codes and sums against numpy, bit by bit where nothing is left to the order of sums."""
+
+import numpy as np
+import pytest
+
+from trtcb.plugins.cpu import quantized
+from trtcb.plugins.cpu.linear import PackedLinear
+from trtcb.plugins.cpu.quantizer import Quantizer
+
+
+def quantize(x: np.ndarray) -> np.ndarray:
+    rows = np.zeros((len(x), quantized.row_bytes(x.shape[1])), np.uint8)
+    Quantizer(x.shape[1]).quantize(x.ctypes.data, rows.ctypes.data, len(x))
+    return rows
+
+
+def unpacked(rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    codes = (
+        np.ascontiguousarray(rows[:, : 2 * width]).view(np.int16).reshape(len(rows), width // 4, 4)[..., [0, 2, 1, 3]]
+    )
+    scales = np.ascontiguousarray(rows[:, 2 * width : 2 * width + 4]).view(np.float32)[:, 0]
+    return codes.reshape(len(rows), width), scales
+
+
+@pytest.mark.parametrize(("width", "block"), [(576, 64), (1536, 64), (96, 32), (112, 16), (64, 64)])
+def test_codes_are_the_rounded_rotated_row(width, block):
+    assert quantized.rotation(width) == block
+    x = np.random.default_rng(0).normal(size=(9, width)).astype(np.float32) * 3
+    x[4] *= 1e-20
+    codes, scales = unpacked(quantize(x), width)
+    rotated = quantized.rotate(x)
+    np.testing.assert_allclose(scales, np.abs(rotated).max(axis=1) / 127, rtol=1e-5)
+    exact = rotated / scales[:, None]
+    assert np.abs(codes - exact).max() <= 0.501
+    assert (np.abs(codes).max(axis=1) == 127).all()
+
+
+def test_the_rotation_is_orthogonal_and_spreads_an_outlier():
+    x = np.zeros((1, 64), np.float32)
+    x[0, 5] = 8
+    assert (np.abs(quantized.rotate(x)) == 1).all()
+    y = np.random.default_rng(1).normal(size=(3, 192)).astype(np.float32)
+    np.testing.assert_allclose(quantized.rotate(quantized.rotate(y)), y, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_says_so_and_stays_alone(value):
+    x = np.ones((3, 64), np.float32)
+    x[1, 9] = value
+    codes, scales = unpacked(quantize(x), 64)
+    assert np.isnan(scales[1])
+    assert (np.abs(codes) <= 127).all()
+    weight, scale = quantized.quantize(np.eye(64, dtype=np.float32))
+    out = np.zeros((3, 64), np.float32)
+    rows = quantize(x)
+    PackedLinear(weight, scale).multiply(rows.ctypes.data, out.ctypes.data, 3)
+    assert np.isnan(out[1]).all()
+    assert np.isfinite(out[[0, 2]]).all()
+
+
+def test_a_row_of_zeros_is_zero():
+    codes, scales = unpacked(quantize(np.zeros((1, 64), np.float32)), 64)
+    assert not codes.any()
+    assert scales[0] == 0
+
+
+@pytest.mark.parametrize("width", [16, 40, 67])
+@pytest.mark.parametrize("depth", [16, 576])
+def test_products_are_exact_whatever_the_batch(width, depth):
+    rng = np.random.default_rng(2)
+    weight = rng.normal(size=(width, depth)).astype(np.float32)
+    x = rng.normal(size=(21, depth)).astype(np.float32)
+    codes, scale = quantized.quantize(quantized.rotate(weight))
+    rows = quantize(x)
+    x_codes, x_scale = unpacked(rows, depth)
+    sums = (x_codes.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
+    expected = sums * scale * x_scale[:, None]
+    for num_threads in (1, 2):
+        linear = PackedLinear(codes, scale, num_threads=num_threads)
+        for start, stop in ((0, 21), (0, 1), (3, 5), (4, 17)):
+            out = np.full((stop - start, width), np.nan, np.float32)
+            linear.multiply(rows[start:].ctypes.data, out.ctypes.data, stop - start)
+            assert np.array_equal(out, expected[start:stop])
+    error = np.abs(expected - x @ weight.T).max() / np.abs(x @ weight.T).max()
+    assert error < 0.03
+
+
+def test_the_largest_codes_do_not_overflow():
+    depth = 4096
+    weight = np.full((16, depth), -127, np.int8)
+    x = np.zeros((1, depth), np.float32)
+    x[:, :: quantized.rotation(depth)] = 1  # rotates to ones
+    out = np.zeros((1, 16), np.float32)
+    rows = quantize(x)
+    PackedLinear(weight, np.ones(16, np.float32)).multiply(rows.ctypes.data, out.ctypes.data, 1)
+    _, scales = unpacked(rows, depth)
+    assert (out == np.float32(-127 * 127 * depth) * scales[0]).all()
