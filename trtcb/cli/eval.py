@@ -116,7 +116,7 @@ def _progress(size: Callable[[int], str]) -> "Iterator[tuple[OnStage, OnProgress
         return
     from trtcb.cli.progress import BarDisplay
 
-    with BarDisplay(size, name_width=len("reference: needle 2k")) as display:
+    with BarDisplay(size, name_width=len("reference: greedy text")) as display:
         yield display.on_stage, display.on_progress
 
 
