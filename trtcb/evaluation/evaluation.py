@@ -132,7 +132,7 @@ def _pool_tokens(plan: Plan, material: _Material) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Baseline:
-    """What the reference made of the material: its logits over the text, and the prompts' greedy continuations."""
+    """What the reference made of the material; ``texts`` are the greedy continuations of the prompts, by name."""
 
     logits: LogitFile
     needles: tuple[NeedleScore, ...]
