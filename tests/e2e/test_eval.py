@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.golden.array_checkpoint import TINY, random_checkpoint
 from tests.golden.cpu_plan import write_cpu_plan
 from trtcb.builder.build import build
 from trtcb.config import BuildConfig
+from trtcb.errors import OutOfMemoryError, TargetUnavailableError
 from trtcb.evaluation.evaluation import EvalOptions, Evaluation, evaluate
 from trtcb.evaluation.limits import DriftLimits
 from trtcb.plan import Plan
@@ -56,6 +58,60 @@ def test_a_plan_is_no_distance_from_itself(plans: dict[str, Path]) -> None:
     assert found.divergence.num_never == len(found.divergence.firsts) >= 12
     [needle] = found.needles
     assert needle.plan == needle.reference
+
+
+@pytest.fixture
+def runtimes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to the runtimes of an evaluation in this process, in order: ``open NAME`` and ``close NAME``."""
+    from trtcb.evaluation import scorer
+
+    events: list[str] = []
+
+    class Watched(scorer.CpuRuntime):
+        def __init__(self, plan: Plan, **settings: int) -> None:
+            self.name = plan.path.name
+            super().__init__(plan, **settings)
+            events.append(f"open {self.name}")
+
+        def close(self) -> None:
+            super().close()
+            events.append(f"close {self.name}")
+
+    monkeypatch.setattr(scorer, "CpuRuntime", Watched)
+    return events
+
+
+def test_one_runtime_is_open_at_a_time(plans: dict[str, Path], runtimes: list[str]) -> None:
+    assert measured(plans["fp8"], plans["fp32"], max_tokens=50, needles=False, greedy=False).drift is not None
+    assert runtimes == ["open fp32.plan", "close fp32.plan", "open fp8.plan", "close fp8.plan"]
+
+
+def test_what_cannot_run_is_told_before_the_other_is_scored(
+    plans: dict[str, Path], runtimes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, reference = Plan.open(plans["fp8"]), Plan.open(plans["fp32"])
+    plan.header = replace(plan.header, target="other")
+    with pytest.raises(TargetUnavailableError, match=r"fp8\.plan is for the target 'other'"):
+        evaluate(plan, reference, EvalOptions(max_tokens=50))
+    monkeypatch.setattr("trtcb.executor.open_runtime.available_memory", lambda: 1 << 16)
+    with pytest.raises(OutOfMemoryError):
+        measured(plans["fp8"], plans["fp32"], max_tokens=50)
+    assert runtimes == []
+
+
+def test_a_reference_that_fails_is_closed(plans: dict[str, Path], runtimes: list[str]) -> None:
+    """Ctrl-C in the middle of the text: the plan is never opened."""
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    plan, reference = Plan.open(plans["fp8"]), Plan.open(plans["fp32"])
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(plan, reference, EvalOptions(max_tokens=50), on_progress=interrupt)
+    assert runtimes == ["open fp32.plan", "close fp32.plan"]
+    for each in (plan, reference):
+        with pytest.raises(ValueError, match="released"):
+            each.section("program")
 
 
 def test_greedy_text_parts_where_the_engine_says_it_does(plans: dict[str, Path]) -> None:
@@ -209,8 +265,6 @@ def test_bf16_weights_with_fp8_kv_stay_near_fp32(smollm2_plan) -> None:
 
 def _rewrite(plan: Path, to: Path, *, source: dict[str, str] | None = None, old: bytes = b"", new: bytes = b"") -> Path:
     """The same plan, said to be built from somewhere else, or with ``old`` replaced in its tokenizer."""
-    from dataclasses import replace
-
     from trtcb.plan import Section, TensorSource, write_plan
 
     with Plan.open(plan) as opened:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.golden.ort_runner import Chunk, pack
 from trtcb import LLM, SamplingParams
+from trtcb.evaluation.piece import Piece, pack
 from trtcb.executor.cpu_runtime import CpuRuntime
 from trtcb.plan import Plan
 
@@ -26,29 +26,9 @@ def teacher_forced_argmax(path: Path, windows: list[list[int]]) -> np.ndarray:
         for tokens in windows:
             for start in range(0, len(tokens), CHUNK):
                 chunk = tokens[start : start + CHUNK]
-                # every row wants its logits: one sequence, NL = T
-                batch = pack([Chunk(chunk, start, table)], runtime.block_size)
-                runtime.launch(every_row(batch))
+                runtime.launch(pack([Piece(chunk, start, table, "all")], runtime.block_size))
                 best.append(runtime.wait().tokens)
         return np.concatenate(best)
-
-
-def every_row(batch):
-    """The same step, but with logits wanted after every token."""
-    from dataclasses import replace
-
-    rows = len(batch.input_ids)
-    zeros = np.zeros(rows, np.float32)
-    sampling = replace(
-        batch.sampling,
-        temperature=zeros,
-        top_k=zeros.astype(np.int32),
-        top_p=zeros + 1,
-        min_p=zeros,
-        seed=zeros.astype(np.uint64),
-        position=zeros.astype(np.int32),
-    )
-    return replace(batch, logit_index=np.arange(rows, dtype=np.int32), sampling=sampling)
 
 
 def agreement(path: Path, windows, expected: np.ndarray) -> float:

@@ -1,7 +1,6 @@
 """Runs an exported step graph in onnxruntime on the CPU: the oracle for every other runtime."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from onnx import TensorProto
 
 from trtcb.builder.checkpoint import Checkpoint
 from trtcb.builder.export import build_graph, write_onnx
-from trtcb.executor.runtime import Batch, Float32, SamplingRows
+from trtcb.evaluation.piece import Piece, pack
+from trtcb.executor.runtime import Batch, Float32
 from trtcb.spec import KVDtype
 
 _POOL_TYPES = {
@@ -23,45 +23,6 @@ _POOL_TYPES = {
     "tensor(bfloat16)": (np.dtype(ml_dtypes.bfloat16), TensorProto.BFLOAT16),
     "tensor(int8)": (np.dtype(np.int8), TensorProto.INT8),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What one sequence contributes to a step: ``tokens`` at positions ``start, start + 1, ..`` and its block table."""
-
-    tokens: Sequence[int]
-    start: int
-    blocks: Sequence[int]
-    wants_logits: bool = True
-
-
-def pack(chunks: Sequence[Chunk], block_size: int) -> Batch:
-    """A greedy batch of ``chunks``; each wants the logits of its last token, or none."""
-    lengths = [len(chunk.tokens) for chunk in chunks]
-    cu_q = np.cumsum([0, *lengths])
-    positions = np.concatenate([chunk.start + np.arange(len(chunk.tokens)) for chunk in chunks])
-    tables = np.zeros((len(chunks), max(len(chunk.blocks) for chunk in chunks)), np.int32)
-    for row, chunk in zip(tables, chunks, strict=True):
-        row[: len(chunk.blocks)] = chunk.blocks
-    owner = np.repeat(np.arange(len(chunks)), lengths)
-    slots = tables[owner, positions // block_size] * block_size + positions % block_size
-    logit_index = np.array([cu_q[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.wants_logits], np.int32)
-    return Batch(
-        input_ids=np.concatenate([np.asarray(chunk.tokens, np.int32) for chunk in chunks]),
-        positions=positions.astype(np.int32),
-        slot_mapping=slots.astype(np.int32),
-        cu_q=cu_q.astype(np.int32),
-        block_tables=tables,
-        slots=np.arange(len(chunks)),
-        logit_index=logit_index,
-        sampling=_greedy(len(logit_index)),
-    )
-
-
-def _greedy(n: int) -> SamplingRows:
-    zeros, ones = np.zeros(n, np.float32), np.ones(n, np.float32)
-    counts = np.zeros(n, np.int32)
-    return SamplingRows(zeros, counts, ones, zeros, np.zeros(n, np.uint64), counts)
 
 
 class OrtRunner:
@@ -136,14 +97,16 @@ def run_packed(
 ) -> dict[tuple[int, int], Float32]:
     """Feed known ``sequences``; a step takes ``packing[step][row]`` tokens of sequence ``row``.
 
-    Returns the logits of the last token of every chunk, by (sequence, position).
+    Returns the logits of the last token of every piece, by (sequence, position).
     """
     done = [0] * len(sequences)
     found = {}
     for counts in packing:
         rows = [row for row, count in enumerate(counts) if count]
-        chunks = [Chunk(sequences[row][done[row] : done[row] + counts[row]], done[row], tables[row]) for row in rows]
-        logits = runner.step(pack(chunks, runner.block_size))
+        pieces = [
+            Piece(sequences[row][done[row] : done[row] + counts[row]], done[row], tables[row], "last") for row in rows
+        ]
+        logits = runner.step(pack(pieces, runner.block_size))
         for row, values in zip(rows, logits, strict=True):
             done[row] += counts[row]
             found[row, done[row] - 1] = values

@@ -9,7 +9,8 @@ import pytest
 
 from tests.golden.array_checkpoint import TINY, random_checkpoint
 from tests.golden.cpu_plan import CpuRunner, write_cpu_plan
-from tests.golden.ort_runner import Chunk, export_runner, pack, run_packed
+from tests.golden.ort_runner import export_runner, run_packed
+from trtcb.evaluation.piece import Piece, pack
 from trtcb.executor.linear import padded_rows
 from trtcb.spec import BuildLimits, KVDtype, RopeScaling, WeightDtype
 
@@ -85,7 +86,7 @@ def test_packing_never_changes_a_bit(tmp_path, engine, weight_dtype, kv_dtype, s
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_may_want_no_logits(tmp_path, engine, weight_dtype, sequences, tables):
     runner = cpu_runner(tmp_path, engine, weight_dtype, KVDtype.FP8)
-    logits = runner.step(pack([Chunk(sequences[1][:40], 0, tables[1], wants_logits=False)], 32))
+    logits = runner.step(pack([Piece(sequences[1][:40], 0, tables[1], "none")], 32))
     assert logits.shape == (0, SPEC.vocab_size)
     assert len(runner.tokens) == 0
 
@@ -93,7 +94,7 @@ def test_a_step_may_want_no_logits(tmp_path, engine, weight_dtype, sequences, ta
 @pytest.mark.parametrize("engine", ENGINES)
 def test_tokens_are_the_greedy_choice_of_the_logits(tmp_path, engine, sequences, tables):
     runner = cpu_runner(tmp_path, engine, WeightDtype.FP32, KVDtype.FP32)
-    logits = runner.step(pack([Chunk(sequences[i], 0, tables[i]) for i in (0, 1)], 32))
+    logits = runner.step(pack([Piece(sequences[i], 0, tables[i], "last") for i in (0, 1)], 32))
     assert runner.tokens.tolist() == logits.argmax(axis=1).tolist()
 
 
@@ -107,13 +108,13 @@ def test_a_row_of_nan_fails_alone(tmp_path, engine, sequences, tables):
     path = write_cpu_plan(tmp_path / "nan.plan", checkpoint, WeightDtype.FP32, KVDtype.INT8, LIMITS)
     runner = CpuRunner(path, num_blocks=NUM_BLOCKS, engine=engine)
     clean = [token for token in sequences[1] if token != poisoned]
-    runner.step(pack([Chunk([poisoned], 0, tables[0]), Chunk(clean, 0, tables[1])], 32))
+    runner.step(pack([Piece([poisoned], 0, tables[0], "last"), Piece(clean, 0, tables[1], "last")], 32))
     first, second = runner.tokens.tolist()
     assert first == -1
     assert second >= 0
     # The page that held the poisoned token serves its next owner as if it had never been there.
-    reused = runner.step(pack([Chunk(clean, 0, tables[0])], 32))
-    fresh = CpuRunner(path, num_blocks=NUM_BLOCKS, engine=engine).step(pack([Chunk(clean, 0, tables[2])], 32))
+    reused = runner.step(pack([Piece(clean, 0, tables[0], "last")], 32))
+    fresh = CpuRunner(path, num_blocks=NUM_BLOCKS, engine=engine).step(pack([Piece(clean, 0, tables[2], "last")], 32))
     assert np.array_equal(reused, fresh)
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests.golden.array_checkpoint import TINY, random_checkpoint
-from tests.golden.ort_runner import Chunk, export_runner, pack, run_packed
+from tests.golden.ort_runner import export_runner, run_packed
 from tests.golden.transformers_llama import llama, logits_of
+from trtcb.evaluation.piece import Piece, pack
 from trtcb.spec import KVDtype, RopeScaling
 
 BLOCK_SIZE = 16
@@ -82,9 +83,9 @@ def test_neighbours_and_blocks_do_not_matter(tmp_path, checkpoint, sequences, ta
 
 def test_a_step_may_want_no_logits(tmp_path, checkpoint, sequences, tables):
     runner = make_runner(tmp_path, checkpoint, KVDtype.INT8)
-    chunk = Chunk(sequences[1][:7], 0, tables[1], wants_logits=False)
-    assert runner.step(pack([chunk], BLOCK_SIZE)).shape == (0, SPEC.vocab_size)
-    written = pack([chunk], BLOCK_SIZE).slot_mapping
+    piece = Piece(sequences[1][:7], 0, tables[1], "none")
+    assert runner.step(pack([piece], BLOCK_SIZE)).shape == (0, SPEC.vocab_size)
+    written = pack([piece], BLOCK_SIZE).slot_mapping
     for name, pool in runner.pools.items():
         rest = np.delete(pool, written, axis=0)
         assert pool[written].any(), name

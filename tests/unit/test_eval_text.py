@@ -1,5 +1,7 @@
 """What ``trtcb eval`` feeds to a plan: windows of a text, prompts, haystacks."""
 
+import re
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,17 @@ def test_short_filler_is_repeated_and_too_short_a_haystack_refused(tokenizer: To
     assert tokenizer.decode(make_haystack(tokenizer, "hay ", 2048).text).count("hay") > 200
     with pytest.raises(UsageError, match="--no-needle"):
         make_haystack(tokenizer, "hay ", 300)
+
+
+def test_the_shipped_text_is_named_and_free_of_what_does_not_belong_to_the_works() -> None:
+    text, origin = shipped_text(), (resources.files("trtcb.evaluation") / "data" / "README.md").read_text("utf-8")
+    assert text.startswith("The Lamplighter's Last Round")  # results and the golden file refer to its first tokens
+    excerpts = re.findall(r"^(.+), (?:[^,\n]+) \([^()\n]*\b(1[89]\d\d)\)(?:, .*)?$", text, re.MULTILINE)
+    assert len(excerpts) == 7
+    for author, year in excerpts:
+        assert re.search(rf"\| {author}\b.* \| {year} \|", origin), author
+    assert not re.search(r"gutenberg|copyright|all rights reserved|http", text, re.IGNORECASE)
+    assert 1.2e5 < len(text.encode()) < 1.6e5  # 30,000 to 40,000 tokens; an installed package stays small
 
 
 def test_answers_are_distinct_words_that_the_filler_does_not_pair_with_names() -> None:

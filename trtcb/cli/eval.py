@@ -28,7 +28,9 @@ def evaluate(
         ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to score. [the shipped one]")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to score at most.")] = 8192,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of the text to score at most; the shipped one has about 33,000.")
+    ] = 8192,
     window: Annotated[int, typer.Option(min=1, help="Tokens scored in one go, with nothing before them.")] = 1024,
     needle: Annotated[bool, typer.Option("--needle/--no-needle", help="Ask for facts hidden in long texts.")] = True,
     greedy: Annotated[
@@ -114,7 +116,7 @@ def _progress(size: Callable[[int], str]) -> "Iterator[tuple[OnStage, OnProgress
         return
     from trtcb.cli.progress import BarDisplay
 
-    with BarDisplay(size) as display:
+    with BarDisplay(size, name_width=len("reference: greedy text")) as display:
         yield display.on_stage, display.on_progress
 
 

@@ -41,17 +41,18 @@ def stage_display(out: TextIO = sys.stderr) -> StageDisplay:
 class BarDisplay:
     """One line a stage; the running one has a bar, its rate and what is left of its time.
 
-    ``size`` writes a stage's total, which is bytes unless the stages measure something else.
+    ``size`` writes a stage's total, which is bytes unless the stages measure something else. ``name_width`` are the
+    columns of the longest stage's name.
     """
 
-    def __init__(self, size: Callable[[int], str] = format_size) -> None:
+    def __init__(self, size: Callable[[int], str] = format_size, name_width: int = 12) -> None:
         self._size = size
         # Here and not above: plain output does not pay for these imports.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self._progress = Progress(
-            TextColumn("{task.description:<12}"),
+            TextColumn(f"{{task.description:<{name_width}}}"),
             BarColumn(bar_width=32),
             TextColumn("{task.fields[size]:>10}"),
             TimeElapsedColumn(),

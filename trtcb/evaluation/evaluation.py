@@ -1,16 +1,18 @@
-"""Runs an evaluation: a text through both plans side by side, then the needles, then greedy text."""
+"""Runs an evaluation: text, needles and greedy text, first through the reference, then through the plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from trtcb.builder.report import OnProgress, OnStage, ignore_progress, ignore_stage
 from trtcb.evaluation.divergence import NUM_NEW_TOKENS, Divergence, continuations, diverge
 from trtcb.evaluation.drift import Drift, Likelihood
+from trtcb.evaluation.logit_file import LogitFile
 from trtcb.evaluation.needle import LENGTHS, Haystack, NeedleScore, make_haystack, score_needles
 from trtcb.evaluation.reference import tokenizer_of
-from trtcb.evaluation.scorer import Scorer, chunk_tokens
+from trtcb.evaluation.scorer import Scorer
 from trtcb.evaluation.text import Window, cut_windows, shipped_prompts, shipped_text
+from trtcb.executor.runtime import Float32, Int32
 from trtcb.plan import Plan
 from trtcb.tokenizer import Tokenizer
 
@@ -58,6 +60,11 @@ class _Material:
     eos_ids: frozenset[int]
 
     @property
+    def num_scored(self) -> int:
+        """Tokens of the text that are scored."""
+        return sum(len(window.targets) for window in self.windows)
+
+    @property
     def num_pool_tokens(self) -> int:
         """Tokens that one call holds in the cache at most, whole blocks of up to 1,024 not counted."""
         windows = max(len(window.inputs) for window in self.windows)
@@ -74,27 +81,32 @@ def evaluate(
 ) -> Evaluation:
     """Measure ``plan`` against ``reference``; takes both over and closes them. Progress is counted in tokens.
 
-    Raises :class:`~trtcb.errors.TrtcbError`: for a text that is too short, a target that cannot run here, memory that
-    is not there, and logits that are not numbers.
+    Only one of them is open at a time: two would fight for the cores and need memory for both. What the reference makes
+    of the text lies in the temporary folder meanwhile (:class:`LogitFile`).
+
+    Raises :class:`~trtcb.errors.TrtcbError`: for a text that is too short, a target that cannot run here, memory or
+    disk that is not there, and logits that are not numbers.
     """
     with ExitStack() as stack:
         plans = [plan] if reference is None else [plan, reference]
         for each in plans:
             stack.callback(each.close)  # idempotent; a scorer closes its own
-        limits = [each.header.limits for each in plans]
-        longest = min(limit.max_seq_len for limit in limits)
+        longest = min(each.header.limits.max_seq_len for each in plans)
         material = _material(tokenizer_of(plan), longest, options, has_reference=reference is not None)
-        # Both walk through the text in step, so that no more than one chunk of logits is held.
-        chunk = min(chunk_tokens(limit) for limit in limits)
-        scorers = [
-            stack.enter_context(
-                Scorer(each, num_tokens=_pool_tokens(each, material), chunk=chunk, threads=options.threads)
+        ours, *theirs = [
+            _Pass(
+                name,
+                Scorer(each, num_tokens=_pool_tokens(each, material), threads=options.threads),
+                material,
+                on_stage,
+                on_progress,
             )
-            for each in plans
+            for each, name in zip(plans, ("plan", "reference"), strict=False)
         ]
-        run = _Run(scorers[0], scorers[1] if reference is not None else None, on_stage, on_progress)
-        likelihood, drift = run.score(material.windows)
-        return Evaluation(likelihood, drift, run.find_needles(material.haystacks), run.compare_greedy(material))
+        if not theirs:
+            return ours.alone()
+        logits = stack.enter_context(LogitFile(material.num_scored, plan.header.model.vocab_size))
+        return ours.against(theirs[0].baseline(logits))
 
 
 def _material(tokenizer: Tokenizer, longest: int, options: EvalOptions, *, has_reference: bool) -> _Material:
@@ -118,50 +130,86 @@ def _pool_tokens(plan: Plan, material: _Material) -> int:
     return max(blocks * block_size, material.num_pool_tokens)
 
 
-class _Run:
-    """The parts of an evaluation, on runtimes that are open."""
+@dataclass(frozen=True, slots=True)
+class _Baseline:
+    """What the reference made of the material; ``texts`` are the greedy continuations of the prompts, by name."""
 
-    def __init__(self, plan: Scorer, reference: Scorer | None, on_stage: OnStage, on_progress: OnProgress) -> None:
-        self._plan = plan
-        self._reference = reference
+    logits: LogitFile
+    needles: tuple[NeedleScore, ...]
+    texts: Mapping[str, Sequence[int]]
+
+
+class _Pass:
+    """One model's way through the material. Its runtime is open within :meth:`alone` and the like, and not before."""
+
+    def __init__(
+        self, name: str, scorer: Scorer, material: _Material, on_stage: OnStage, on_progress: OnProgress
+    ) -> None:
+        self._name = name
+        self._scorer = scorer
+        self._material = material
         self._on_stage = on_stage
         self._on_progress = on_progress
 
-    def score(self, windows: Sequence[Window]) -> tuple[Likelihood, Drift | None]:
-        """Score the text; with a reference, both at once."""
-        self._on_stage("text", sum(len(window.inputs) for window in windows))
-        likelihood, drift = Likelihood(), Drift.start()
-        for window in windows:
+    def alone(self) -> Evaluation:
+        """Measure the model by itself."""
+        likelihood = Likelihood()
+        with self._scorer:
+            for rows, targets in self._logits():
+                likelihood.add(rows, targets)
+            needles = self._needles()
+        return Evaluation(likelihood, None, tuple(Needle(score, None) for score in needles), None)
+
+    def baseline(self, logits: LogitFile) -> _Baseline:
+        """Find what another model will be compared with; its logits go to ``logits``."""
+        with self._scorer:
+            for rows, _ in self._logits():
+                logits.append(rows)
+            return _Baseline(logits, self._needles(), self._texts())
+
+    def against(self, baseline: _Baseline) -> Evaluation:
+        """Compare the model with another, whose logits are read once."""
+        drift = Drift.start()
+        with self._scorer:
+            for rows, targets in self._logits():
+                drift.add(baseline.logits.read(len(rows)), rows, targets)
+            needles = tuple(Needle(*scores) for scores in zip(self._needles(), baseline.needles, strict=True))
+            divergence = self._divergence(baseline.texts)
+        return Evaluation(drift.plan, drift, needles, divergence)
+
+    def _logits(self) -> Iterator[tuple[Float32, Int32]]:
+        """Logits ``[n, vocab]`` over the text, and the tokens that follow there; the next ones overwrite them."""
+        self._begin("text", self._material.num_scored)
+        for window in self._material.windows:
             at = 0
-            ours = self._plan.logits(window.inputs)
-            theirs = iter(()) if self._reference is None else self._reference.logits(window.inputs)
-            for rows in ours:
-                targets = window.targets[at : at + len(rows)]
-                if self._reference is None:
-                    likelihood.add(rows, targets)
-                else:
-                    drift.add(next(theirs), rows, targets)
+            for rows in self._scorer.logits(window.inputs):
+                yield rows, window.targets[at : at + len(rows)]
                 at += len(rows)
                 self._on_progress(len(rows))
-        return (likelihood, None) if self._reference is None else (drift.plan, drift)
 
-    def find_needles(self, haystacks: Sequence[Haystack]) -> tuple[Needle, ...]:
-        """Put the needle test to the plan, and to the reference after it."""
-        found = []
-        models = 1 if self._reference is None else 2
-        for haystack in haystacks:
-            self._on_stage(f"needle {haystack.length // 1024}k", models * len(haystack.text))
-            ours = score_needles(self._plan, haystack, self._on_progress)
-            theirs = None if self._reference is None else score_needles(self._reference, haystack, self._on_progress)
-            found.append(Needle(ours, theirs))
-        return tuple(found)
+    def _needles(self) -> tuple[NeedleScore, ...]:
+        """Put the needle test to the model, at every length."""
+        scores = []
+        for haystack in self._material.haystacks:
+            self._begin(f"needle {haystack.length // 1024}k", len(haystack.text))
+            scores.append(score_needles(self._scorer, haystack, self._on_progress))
+        return tuple(scores)
 
-    def compare_greedy(self, material: _Material) -> Divergence | None:
-        """Let the reference write, and see where the plan would have parted from it."""
-        if self._reference is None or not material.prompts:
+    def _texts(self) -> Mapping[str, Sequence[int]]:
+        """Let the model write."""
+        prompts = self._material.prompts
+        if not prompts:
+            return {}
+        self._begin("greedy text", len(prompts) * NUM_NEW_TOKENS)
+        return continuations(self._scorer, prompts, self._material.eos_ids, self._on_progress)
+
+    def _divergence(self, texts: Mapping[str, Sequence[int]]) -> Divergence | None:
+        """See where the model would have parted from these texts."""
+        prompts = self._material.prompts
+        if not prompts:
             return None
-        prompts = material.prompts
-        total = sum(len(prompt) + 2 * NUM_NEW_TOKENS for prompt in prompts.values())
-        self._on_stage("greedy text", total)
-        texts = continuations(self._reference, prompts, material.eos_ids, self._on_progress)
-        return diverge(self._plan, prompts, texts, self._on_progress)
+        self._begin("greedy text", sum(len(prompt) + len(texts[name]) for name, prompt in prompts.items()))
+        return diverge(self._scorer, prompts, texts, self._on_progress)
+
+    def _begin(self, stage: str, num_tokens: int) -> None:
+        self._on_stage(f"{self._name}: {stage}", num_tokens)

@@ -6,52 +6,54 @@ from trtcb.errors import TargetUnavailableError, ValidationFailedError
 from trtcb.evaluation.piece import Piece, pack
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.cpu_runtime import CpuRuntime
-from trtcb.executor.open_runtime import open_runtime
+from trtcb.executor.open_runtime import pool_blocks
 from trtcb.executor.runtime import Batch, Float32, Int32
 from trtcb.plan import Plan
-from trtcb.spec import BuildLimits
 
 # Logits of this many tokens are held at a time: 48 MiB of them with a vocabulary of 49,152.
 _CHUNK_TOKENS = 256
 
 
-def chunk_tokens(limits: BuildLimits) -> int:
-    """Tokens of one step when a plan of these limits is scored."""
-    return min(max(_CHUNK_TOKENS, limits.block_size), limits.max_num_tokens)
-
-
 class Scorer:
-    """Scores one sequence at a time on a runtime of its own; a context manager.
+    """Scores one sequence at a time on a runtime of its own, which is open while the scorer's context is.
 
-    Takes over ``plan`` and closes it. ``num_tokens`` is the most that a call's sequences hold together, ``chunk`` the
-    tokens of a step. A call forgets nothing: the cache of positions before ``start`` is what earlier calls left there.
-    Raises :class:`~trtcb.errors.OutOfMemoryError` where the weights and a pool of that size do not fit.
+    Takes over ``plan`` and closes it. ``num_tokens`` is the most that a call's sequences hold together; ``chunk`` are
+    the tokens of a step. A call forgets nothing: the cache of positions before ``start`` is what earlier calls left
+    there. A process should have one scorer open at a time, as :class:`~trtcb.executor.cpu_runtime.CpuRuntime` says.
+
+    Raises, before anything is loaded, :class:`TargetUnavailableError` for a plan whose logits cannot be read here, and
+    :class:`~trtcb.errors.OutOfMemoryError` where the weights and a pool of that size do not fit.
     """
 
-    def __init__(self, plan: Plan, *, num_tokens: int, chunk: int, threads: int | None = None) -> None:
-        limits = plan.header.limits
-        self.name = str(plan.path)
-        self.chunk = chunk
-        self._block_size = limits.block_size
-        config = EngineConfig(
-            max_batch_size=chunk,  # the rows of a step that have logits
-            max_num_tokens=chunk,
-            max_seq_len=limits.max_seq_len,
-            block_size=limits.block_size,
-            num_blocks=-(-num_tokens // limits.block_size),
-            threads=threads,
-        )
-        runtime = open_runtime(plan, config)
-        if not isinstance(runtime, CpuRuntime):
-            runtime.close()
+    def __init__(self, plan: Plan, *, num_tokens: int, threads: int | None = None) -> None:
+        if plan.header.target != "cpu":
             raise TargetUnavailableError(
                 f"{plan.path} is for the target '{plan.header.target}', whose logits cannot be read: "
                 "rebuild it with --target cpu"
             )
-        self._runtime = runtime
-        self._blocks = range(runtime.num_blocks)
+        limits = plan.header.limits
+        self.name = str(plan.path)
+        self.chunk = min(max(_CHUNK_TOKENS, limits.block_size), limits.max_num_tokens)
+        self._plan = plan
+        self._threads = threads
+        self._block_size = limits.block_size
+        config = EngineConfig(
+            max_batch_size=self.chunk,  # the rows of a step that have logits
+            max_num_tokens=self.chunk,
+            max_seq_len=limits.max_seq_len,
+            block_size=limits.block_size,
+            num_blocks=-(-num_tokens // limits.block_size),
+        )
+        self._blocks = range(pool_blocks(plan, config))
 
     def __enter__(self) -> "Scorer":
+        self._runtime = CpuRuntime(
+            self._plan,
+            num_blocks=len(self._blocks),
+            max_num_tokens=self.chunk,
+            max_num_logits=self.chunk,
+            num_threads=self._threads,
+        )
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -22,7 +22,10 @@ class Window:
 
 
 def shipped_text() -> str:
-    """About 13,000 tokens of English prose, dialogue, lists, figures and code, written for this project."""
+    """About 33,000 tokens of English; ``data/README.md`` says where they are from.
+
+    The first 13,000 are prose, dialogue, lists, figures and code of this project's own, the others public-domain prose.
+    """
     return _data("eval.txt")
 
 
