@@ -93,7 +93,7 @@ class _MaxUtilizationPass:
         running, first = self._active.running, self._active.waiting.first
         need = [seq.room for seq in running].count(0)
         stand_first = first is None or not running or running[-1] < first
-        if not stand_first or len(running) > self._active.max_requests or need > self._active.free_blocks:
+        if not stand_first or need > self._active.free_blocks:
             return False
         self.fitting, self._undecided, self._used_blocks = running.copy(), [], need
         return True
@@ -157,7 +157,7 @@ def _prompts(active: ActiveList, *, skipping: bool) -> list[Sequence]:
     """
     contexts = [seq for seq in active.running if not seq.generating]
     chosen = _while_they_fit(active, contexts, active.waiting, skipping=skipping)
-    if contexts and not chosen and len(contexts) == len(active.running):
+    if not chosen and len(contexts) == len(active.running):
         chosen = _while_they_fit(active, contexts, (), skipping=skipping)
     return chosen
 

@@ -18,13 +18,14 @@ class PrefixCache:
             self._extend_chain(seq, self._num_reusable(seq))
 
     def match(self, seq: Sequence) -> list[int]:
-        """Find cached blocks that hold the beginning of ``seq``, but not its last token: its logits are wanted."""
+        """Find cached blocks that hold the beginning of ``seq``, which is hashed, but not its last token.
+
+        That one's logits are wanted.
+        """
         blocks: list[int] = []
         if not self.enabled:
             return blocks
-        num_reusable = self._num_reusable(seq)
-        self._extend_chain(seq, num_reusable)
-        for key in seq.keys[:num_reusable]:
+        for key in seq.keys[: self._num_reusable(seq)]:
             block = self._pool.lookup(key)
             if block is None:
                 break
@@ -39,9 +40,9 @@ class PrefixCache:
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
         """Publish the blocks of ``seq`` that ``num_computed`` tokens fill and that were not published yet."""
-        num_full = num_computed // self._block_size
-        if not self.enabled or num_full <= seq.num_published:
+        if not self.enabled:
             return
+        num_full = num_computed // self._block_size
         self._extend_chain(seq, num_full)
         for index in range(seq.num_published, num_full):
             self._pool.publish(seq.blocks[index], seq.keys[index])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.smollm2_plans import skip_without_fast_bf16
 from trtcb import LLM, SamplingParams
 
 pytestmark = pytest.mark.model
@@ -74,10 +73,11 @@ MORE_SETTINGS = {
 
 @pytest.mark.timeout(1200)  # slow processors are welcome
 @pytest.mark.parametrize("all_settings", [SETTINGS, pytest.param(MORE_SETTINGS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("weight_dtype", "kv_dtype"), [("bf16", "fp8"), ("fp32", "fp32")])
+@pytest.mark.parametrize(
+    ("weight_dtype", "kv_dtype"),
+    [("bf16", "fp8"), ("int8", "int8"), pytest.param("fp32", "fp32", marks=pytest.mark.slow)],
+)
 def test_tokens_equal_the_solo_run(smollm2_plan, weight_dtype, kv_dtype, all_settings):
-    if weight_dtype == "bf16":
-        skip_without_fast_bf16()
     plan = smollm2_plan(weight_dtype, kv_dtype)
     prompts, params = workload()
     with LLM(plan, max_batch_size=1, prefix_caching=False, max_seq_len=1024) as llm:

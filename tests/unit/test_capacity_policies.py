@@ -48,6 +48,16 @@ class TestOrder:
         assert [seq.request_id for seq in step.decodes] == ["first"]
         assert [seq.request_id for seq, _ in step.chunks] == ["between"]
 
+    def test_whoever_finds_the_batch_filled_by_newcomers_still_pauses_the_last(self):
+        bench = Bench("max_utilization", 100, max_batch_size=2)
+        for name, priority in (("first", 0.9), ("last", 0.1)):
+            bench.add(name, 10, 20, priority=priority)
+        bench.step()
+        for name, priority in (("third", 0.5), ("fourth", 0.4)):
+            bench.add(name, 10, 20, priority=priority)
+        assert set(bench.step()) == {"first", "third"}
+        assert bench.waiting() == ["fourth", "last"]
+
     def test_max_utilization_pauses_when_the_batch_is_full_too(self):
         bench = Bench("max_utilization", 100, max_batch_size=2)
         for name in ("a", "b"):
@@ -56,6 +66,19 @@ class TestOrder:
         bench.add("c", 10, 20, priority=0.9)
         assert set(bench.step()) == {"c", "a"}
         assert bench.waiting() == ["b"]
+
+
+class TestWatermark:
+    def test_it_holds_the_second_of_two_newcomers_back_even_in_an_empty_engine(self):
+        bench = Bench("guaranteed_no_evict", 10, watermark=0.5)
+        for name in "ab":
+            bench.add(name, 20, 10)
+        assert bench.step() == {"a": 20}
+
+    def test_a_prompt_that_has_begun_goes_on_below_it(self):
+        bench = Bench("guaranteed_no_evict", 10, watermark=0.5, max_num_tokens=20)
+        bench.add("a", 60, 10)
+        assert [bench.step() for _ in range(3)] == [{"a": 20}] * 3
 
 
 class TestNoEvict:
