@@ -59,7 +59,7 @@ class CpuCompiler:
         """Compile the kernels of this shape into the user's cache."""
         from trtcb.plugins.cpu.isa import default_engine
         from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
-        from trtcb.plugins.cpu.linear import compile_linear
+        from trtcb.plugins.cpu.linear import compile_linear, compile_pack
         from trtcb.plugins.cpu.logits import LogitEditor
         from trtcb.plugins.cpu.quantizer import compile_quantizer
         from trtcb.plugins.cpu.sampling import Sampler
@@ -70,6 +70,7 @@ class CpuCompiler:
         activation = "fp32" if own_products else weights.activation_dtype
         config = KernelConfig.of(spec, options.kv_dtype, activation, options.limits.block_size)
         load_kernels(config, on_progress=on_progress)
+        compile_pack(on_progress)
         compile_linear(spec.vocab_size, spec.hidden_size, weights.table_dtype, on_progress=on_progress)
         if own_products or weights is WeightDtype.INT8:
             for width, depth in _layer_shapes(spec):

@@ -29,8 +29,7 @@ class PackedLinear:
         weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
         self._kernel = compile_linear(weight.shape[0], weight.shape[1], weights, on_progress=on_progress)
         self._launch = compile_launcher()
-        columns = panel_columns(weights)
-        self._panels = pack_panels(weight, columns) if scale is None else pack_quads(weight, scale, columns)
+        self._panels = pack_panels(weight, scale, panel_columns(weights), self._num_threads)
 
     @property
     def kernel(self) -> int:
@@ -66,25 +65,29 @@ def compile_linear(width: int, depth: int, weights: str, *, on_progress: Progres
     return compile_kernels("kernel_linear", constants, on_progress)["linear"]
 
 
-def pack_panels(weight: npt.NDArray[Any], columns: int) -> npt.NDArray[Any]:
-    """``[N, K]`` -> ``[panels, K, columns]`` bit patterns; missing columns are zero."""
+def compile_pack(on_progress: Progress | None = None) -> Any:
+    """Compile the kernel that packs weights, or load it from the user's cache."""
+    return compile_kernels("kernel_pack", {}, on_progress)["pack"]
+
+
+def pack_panels(
+    weight: npt.NDArray[Any], scale: npt.NDArray[np.float32] | None, columns: int, num_threads: int
+) -> npt.NDArray[np.uint8]:
+    """``[N, K]`` -> ``[panels, bytes]``: ``[K, columns]`` items; of int8 ``[K / 4, columns, 4]``, then fp32 scales.
+
+    Missing columns are zero.
+    """
     width, depth = weight.shape
-    bits = weight.view({2: np.uint16, 4: np.uint32}[weight.dtype.itemsize])
-    panels = np.zeros((-(-width // columns), depth, columns), bits.dtype)
-    whole = width // columns
-    panels[:whole] = bits[: whole * columns].reshape(whole, columns, depth).swapaxes(1, 2)
-    if rest := width - whole * columns:
-        panels[whole, :, :rest] = bits[whole * columns :].T
+    rows = np.ascontiguousarray(weight)
+    is_wide = weight.dtype.itemsize != 2
+    num_items = depth * weight.dtype.itemsize // (4 if is_wide else 2)
+    num_panels, weight_bytes = -(-width // columns), depth * weight.dtype.itemsize * columns
+    panel_bytes = weight_bytes + (0 if scale is None else 4 * columns)
+    panels = np.zeros((num_panels, panel_bytes), np.uint8)
+    arguments = (rows.ctypes.data, panels.ctypes.data, width, num_items, columns, panel_bytes, is_wide)
+    compile_launcher()(compile_pack().address, num_threads, *arguments, *(0,) * 5)
+    if scale is not None:
+        padded = np.zeros(num_panels * columns, np.float32)
+        padded[:width] = scale
+        panels[:, weight_bytes:] = padded.view(np.uint8).reshape(num_panels, 4 * columns)
     return panels
-
-
-def pack_quads(codes: npt.NDArray[np.int8], scale: npt.NDArray[np.float32], columns: int) -> npt.NDArray[np.uint8]:
-    """``[N, K]`` and ``[N]`` -> ``[panels, bytes]``: ``[K / 4, columns, 4]`` codes, then ``[columns]`` fp32 scales."""
-    width, depth = codes.shape
-    num_panels = -(-width // columns)
-    padded = np.zeros((num_panels * columns, depth), np.int8)
-    padded[:width] = codes
-    scales = np.zeros(num_panels * columns, np.float32)
-    scales[:width] = scale
-    quads = padded.reshape(num_panels, columns, depth // 4, 4).swapaxes(1, 2).reshape(num_panels, depth * columns)
-    return np.concatenate([quads.view(np.uint8), scales.reshape(num_panels, columns).view(np.uint8)], axis=1)
