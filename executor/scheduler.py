@@ -277,7 +277,7 @@ class Scheduler:
     def _prompts_in_flight(self) -> list[Sequence]:
         """Sequences whose prompt will be whole by a step in flight: its last blocks are not published yet."""
         chunks = chain.from_iterable(flight.step.chunks for flight in self._in_flight)
-        return [seq for seq, _ in chunks if seq.generating and seq.started]
+        return [seq for seq, _ in chunks if seq.generating]
 
     def _is_in_flight(self, seq: Sequence) -> bool:
         return any(seq in flight.step.rows() for flight in self._in_flight)

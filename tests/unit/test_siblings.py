@@ -25,6 +25,7 @@ def with_answers(policy: str, count: int, length: int, *, pool: int = 100, new: 
 @pytest.mark.parametrize(
     ("length", "num_shared", "is_copied"),
     [
+        (2, 0, True),
         (7, 0, True),  # shorter than a block
         (10, 0, True),  # exactly a block: its last token is computed again, so it is written to
         (11, 1, False),  # what is left after whole blocks is that last token
@@ -61,6 +62,11 @@ def test_one_token_has_nothing_to_share():
 def test_siblings_wait_while_a_chunked_prompt_is_computed():
     bench = with_answers("guaranteed_no_evict", 3, 35, max_num_tokens=20)
     assert [bench.step() for _ in range(3)] == [{"a": 20}, {"a": 15}, {"a": 1, "b": 1, "c": 1}]
+
+
+def test_siblings_fork_as_soon_as_all_but_the_last_token_is_computed():
+    bench = with_answers("guaranteed_no_evict", 3, 21, max_num_tokens=20)
+    assert [bench.step() for _ in range(2)] == [{"a": 20}, {"a": 1, "b": 1, "c": 1}]
 
 
 def test_others_pass_siblings_that_wait():
