@@ -2,6 +2,7 @@
 
     python tests/mutation/mutants.py --list          # the mutants, one a line
     python tests/mutation/mutants.py --jobs 2        # run the tests on each; prints those that survive
+    python tests/mutation/mutants.py --quick         # unit tests alone
     python tests/mutation/mutants.py --only policies.py:120
 
 A mutant flips one comparison or drops one term: of a sum, a difference, a conjunction or disjunction, a ``not``, an
@@ -39,6 +40,8 @@ TESTS = (
     "tests/unit/test_scheduling_numbers.py",
     "tests/unit/test_capacity_policies.py",
     "tests/unit/test_block_pool.py",
+    "tests/unit/test_active_list.py",
+    "tests/unit/test_scheduler.py",
     "tests/unit/test_chunking.py",
     "tests/unit/test_policy_options.py",
     "tests/unit/test_siblings.py",
@@ -119,20 +122,19 @@ class _Replace(ast.NodeTransformer):
         return self._new if node is self._old else super().generic_visit(node)
 
 
-def is_noticed(mutant: Mutant, checkout: Path) -> bool:
+def is_noticed(mutant: Mutant, checkout: Path, tests: list[str]) -> bool:
     """Run the tests on a mutant in ``checkout``, a copy that is left as it was."""
     path = checkout / mutant.file
     original = path.read_bytes()
     path.write_text(mutant.source, "utf-8")
     try:
-        return not passes(checkout)
+        return not passes(checkout, tests)
     finally:
         path.write_bytes(original)
 
 
-def passes(checkout: Path) -> bool:
+def passes(checkout: Path, tests: list[str]) -> bool:
     """Whether the tests pass on a checkout."""
-    tests = [test for test in TESTS if (checkout / test).exists()]
     command = [
         sys.executable,
         "-m",
@@ -166,6 +168,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--only", default="", help="those whose name contains this")
+    parser.add_argument(
+        "--quick", action="store_true", help="unit tests alone: seconds for each that they do not notice"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many to run at a time")
     arguments = parser.parse_args()
     chosen = [
@@ -178,26 +183,27 @@ def main() -> None:
     if arguments.list:
         print(*chosen, sep="\n")
         return
-    survivors = run_all(chosen, arguments.jobs)
+    tests = [test for test in TESTS if not arguments.quick or test.startswith("tests/unit")]
+    survivors = run_all(chosen, tests, arguments.jobs)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants are noticed; these are not:")
     print(*survivors, sep="\n")
 
 
-def run_all(chosen: list[Mutant], jobs: int) -> list[Mutant]:
+def run_all(chosen: list[Mutant], tests: list[str], jobs: int) -> list[Mutant]:
     """Run the tests on every mutant; returns those that pass them."""
     with tempfile.TemporaryDirectory() as folder:
         checkouts: SimpleQueue[Path] = SimpleQueue()
         for job in range(jobs):
             checkouts.put(shutil.copytree(ROOT, Path(folder) / str(job), symlinks=True, ignore=_left_behind))
         first = checkouts.get()
-        if not passes(first):
+        if not passes(first, tests):
             sys.exit("The tests do not pass as they are: mend them first.")
         checkouts.put(first)
 
         def run(mutant: Mutant) -> bool:
             checkout = checkouts.get()
             try:
-                noticed = is_noticed(mutant, checkout)
+                noticed = is_noticed(mutant, checkout, tests)
             finally:
                 checkouts.put(checkout)
             print("noticed " if noticed else "SURVIVED", mutant, flush=True)

@@ -31,6 +31,23 @@ def test_a_sibling_no_longer_counts_on_a_source_that_is_paused():
     assert active.blocks_this_step(sibling) == 3
 
 
+def test_a_sibling_turns_to_another_source_when_its_own_is_paused():
+    bench = Bench("max_utilization", 100, max_batch_size=2)
+    for name in "abc":
+        bench.add(name, 0, 5, prompt=range(25), fork_group="g")
+    bench.step()
+    bench.step()
+    first, second, sibling = (bench.sequences[name] for name in "abc")
+    assert bench.running() == ["a", "b"]
+    active = bench.scheduler._active_list()
+    assert active.fork(sibling).source is first
+    active.pause(first)
+    assert active.fork(sibling).source is second
+    assert active.fork(sibling).copied_block == second.blocks[2]
+    active.pause(second)
+    assert active.fork(sibling) is None
+
+
 def test_a_half_computed_prompt_is_waited_for_by_whoever_begins_with_its_next_block():
     bench = Bench("guaranteed_no_evict", 100, prefix_caching=True, max_num_tokens=20)
     for name in "ab":
