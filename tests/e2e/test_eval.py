@@ -255,6 +255,14 @@ def test_quantised_kv_is_within_the_accepted_limits(smollm2_plan, kv_dtype: str)
 
 
 @pytest.mark.model
+@pytest.mark.slow
+def test_int8_weights_are_within_the_accepted_limits(smollm2_plan) -> None:
+    found = measured(smollm2_plan("int8", "bf16"), smollm2_plan("fp32", "fp32"), max_tokens=4096, greedy=False)
+    assert found.drift is not None
+    DriftLimits(max_kl=0.006, min_top1=0.955, min_top1_clear=0.993).check(found.drift)
+
+
+@pytest.mark.model
 def test_bf16_weights_with_fp8_kv_stay_near_fp32(smollm2_plan) -> None:
     options = {"max_tokens": 512, "needles": False, "greedy": False}
     found = measured(smollm2_plan("bf16", "fp8"), smollm2_plan("fp32", "fp32"), **options)

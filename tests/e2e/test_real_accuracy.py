@@ -70,6 +70,11 @@ def test_quantised_kv_keeps_the_argmax(smollm2_plan, windows, kv_dtype, least):
     assert agreement(smollm2_plan("fp32", kv_dtype), windows[:1], expected) >= least - 0.01  # a quarter of the text
 
 
+def test_int8_weights_keep_the_argmax(smollm2_plan, windows):
+    expected = np.array(REFERENCE["windows"][0]["argmax"])
+    assert agreement(smollm2_plan("int8", "bf16"), windows[:1], expected) >= 0.94  # a quarter of the text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kv_dtype", "least"), [("bf16", 0.98), ("fp16", 0.98), ("int8", 0.98), ("fp8", 0.95)])
 def test_kv_formats_over_the_whole_text(smollm2_plan, windows, kv_dtype, least):
