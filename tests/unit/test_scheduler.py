@@ -82,6 +82,25 @@ class TestAudit:
         bench.scheduler.siblings._groups[next(iter(bench.scheduler.siblings._groups))].num_members += 1
         assert "siblings in groups" in bench.scheduler.audit()[0]
 
+    @pytest.mark.parametrize(
+        ("damage", "fault"),
+        [
+            (lambda group, runs, waits: group.sources.update({waits: None}), "b is offered to its siblings"),
+            (lambda group, runs, waits: group.sources.update({runs: None}), "a is offered to its siblings"),
+            (lambda group, runs, waits: group.computing.add(waits), "b is waited for by its siblings"),
+        ],
+    )
+    def test_it_knows_who_may_be_forked_from_and_waited_for(self, damage, fault):
+        bench = Bench("guaranteed_no_evict", 20, max_num_tokens=10)
+        for name in "ab":
+            bench.add(name, 0, 5, prompt=range(15), fork_group="g")
+        bench.step()
+        runs, waits = bench.sequences["a"], bench.sequences["b"]
+        assert (runs.num_computed, waits.started) == (10, False)
+        waits.num_computed = 14  # as if it had been released too late
+        damage(bench.scheduler.siblings._group_of[runs], runs, waits)
+        assert fault in bench.scheduler.audit()[0]
+
     def test_siblings_that_settle_are_unfinished_too(self):
         bench = Bench("max_utilization", 20)
         for name in "ab":

@@ -60,8 +60,17 @@ def test_one_token_has_nothing_to_share():
 
 
 def test_siblings_wait_while_a_chunked_prompt_is_computed():
-    bench = with_answers("guaranteed_no_evict", 3, 35, max_num_tokens=20)
-    assert [bench.step() for _ in range(3)] == [{"a": 20}, {"a": 15}, {"a": 1, "b": 1, "c": 1}]
+    bench = with_answers("guaranteed_no_evict", 3, 35, max_num_tokens=30)
+    assert [bench.step() for _ in range(3)] == [{"a": 30}, {"a": 5}, {"a": 1, "b": 1, "c": 1}]
+
+
+def test_paused_siblings_start_over_at_once():
+    bench = with_answers("max_utilization", 2, 15)
+    for _ in range(3):
+        bench.step()
+    for name in "ab":
+        bench.scheduler.pause(bench.sequences[name])
+    assert bench.step() == {"a": 18, "b": 17}
 
 
 def test_siblings_fork_as_soon_as_all_but_the_last_token_is_computed():
