@@ -129,7 +129,8 @@ def check_folder(folder: Path, flag: str) -> None:
 
     from trtcb.errors import UsageError
 
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    asked = folder.absolute()
+    there = next(parent for parent in (asked, *asked.parents) if os.path.exists(parent))
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
