@@ -99,7 +99,9 @@ class Plan:
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise ModelNotFoundError(_missing(path)) from None
         except _NoPlanError:
-            raise PlanError(f"{path} is not a plan (its header is none): name a file that `trtcb build` wrote.") from None
+            raise PlanError(
+                f"{path} is not a plan (its header is none): name a file that `trtcb build` wrote."
+            ) from None
         except FormatError as error:
             raise PlanError(
                 f"{path} cannot be used: {error}; rebuild it with `trtcb build --model MODEL --output {path}`."

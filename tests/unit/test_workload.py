@@ -158,8 +158,8 @@ def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, object] | str, comp
 def test_an_empty_or_missing_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is empty"):
         _trace(tmp_path / "t.jsonl", "").generate(0)
-    with pytest.raises(UsageError, match=r"none cannot be read: No such file or directory\.$"):
+    with pytest.raises(UsageError, match=r"none cannot be read: No such file or directory\. Name a JSONL file\.$"):
         TraceWorkload(tmp_path / "none").generate(0)
     (tmp_path / "bytes").write_bytes(b"\xff")
-    with pytest.raises(UsageError, match=r"bytes cannot be read: it is not UTF-8 text\.$"):
+    with pytest.raises(UsageError, match=r"bytes cannot be read: it is not UTF-8 text\. Name a JSONL file\.$"):
         TraceWorkload(tmp_path / "bytes").generate(0)

@@ -9,6 +9,7 @@ import yaml
 
 from trtcb import __version__
 from trtcb.bench.metrics import Slo
+from trtcb.bench.table import counted
 from trtcb.bench.targets import serve, warm_up
 from trtcb.bench.workload import RandomWorkload
 from trtcb.executor.config import EngineConfig
@@ -69,7 +70,7 @@ def calibrate_plan(
             random_range_ratio=0.9,
         )
         workload = source.generate(seed)
-        on_phase(f"measuring {num_prompts} requests")
+        on_phase(f"measuring {counted(num_prompts, 'request')}")
         result = serve(
             timed,
             served.config,

@@ -187,7 +187,7 @@ def _times(result: Result, number: int) -> str:
 
 def counted(count: int, noun: str) -> str:
     """Write a count and what it counts."""
-    return f"{count} {noun}{'s'[: count != 1]}"
+    return f"{count:,} {noun}{'s'[: count != 1]}"
 
 
 def shown_number(value: float) -> str:

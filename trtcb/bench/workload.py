@@ -187,7 +187,7 @@ class TraceWorkload:
         try:
             text = self.path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"The trace {self.path} cannot be read: {reason(error)}.") from None
+            raise UsageError(f"The trace {self.path} cannot be read: {reason(error)}. Name a JSONL file.") from None
         numbered = enumerate(text.splitlines(), 1)
         lines = [self._parse(number, line) for number, line in numbered if line.strip()]
         if not lines:

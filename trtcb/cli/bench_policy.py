@@ -315,10 +315,10 @@ def _report_run(label: str, repeat: int) -> None:
 
 
 def _report_done(label: str, repeat: int, run: "RunResult") -> None:
-    from trtcb.bench.table import shown_number
+    from trtcb.bench.table import counted, shown_number
 
-    count, rate = shown_number(run.values["completed"]), shown_number(run.values["output_tok_s"])
-    print(f"{label}, repeat {repeat + 1}: {count} requests, {rate} output tokens/s", file=sys.stderr)
+    count, rate = counted(round(run.values["completed"]), "request"), shown_number(run.values["output_tok_s"])
+    print(f"{label}, repeat {repeat + 1}: {count}, {rate} output tokens/s", file=sys.stderr)
 
 
 def _command() -> str:
