@@ -413,7 +413,8 @@ def test_ctrl_c_keeps_what_was_finished(num_runs: int, finished: list[int] | Non
 
 def test_ctrl_c_on_the_command_line_prints_the_table_of_what_was_finished() -> None:
     words = ("policy", "static_batch", "max_utilization", "--num-prompts", "5000", "--random-output-len", "400")
-    command = [sys.executable, "-m", "trtcb", "bench", *words]
+    handler = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
+    command = [sys.executable, "-c", f"{handler}; from trtcb.cli.main import main; main()", "bench", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:

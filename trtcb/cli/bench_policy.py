@@ -224,11 +224,11 @@ def bench_policy(
     machine.check(context, is_trace=workload.trace is not None)
     at_rate = workload.source
     source = at_rate(rate.value)
-    other_sources = [(other, at_rate(other)) for other in rate.others()]
+    for other in rate.others():
+        at_rate(other)  # what is wrong with it shows before anything runs
     target = machine.target()
-    common = {**target.engine, **limits.given()}
     drawn = source.generate(workload.seed)
-    parsed = [Setup.parse(text, common, len(drawn)) for text in setups]
+    parsed = [Setup.parse(text, {**target.engine, **limits.given()}, len(drawn)) for text in setups]
     for setup in parsed:
         setup.check_effect(drawn, is_simulated=machine.plan is None)
     slo = parse_slo(report.goodput)
@@ -251,10 +251,9 @@ def bench_policy(
                 knees.append(KneeSearch(measure, criterion, rate.knee_width, partial(_report_point, criterion)).run())
             source = at_rate(_highest(knees, criterion))
         comparison = run(parsed, source=source, num_checked=machine.check_tokens)
-    frontier = merged_points(knees)
     with _what_was_finished(knees, criterion, comparison):
-        frontier = frontier or [LoadPoint(rate, run(parsed, source=other)) for rate, other in other_sources]
-    found = PolicyReport(comparison, frontier, knees, criterion)
+        others = [LoadPoint(other, run(parsed, source=at_rate(other))) for other in rate.others()]
+    found = PolicyReport(comparison, merged_points(knees) or others, knees, criterion)
     print(found.text(with_requests=report.requests))
     write_results(report.json_file, json.dumps(found.to_json(), indent=1) + "\n")
     write_results(report.html_file, found.html(_command()))
