@@ -1,4 +1,4 @@
-"""A short benchmark for CI: builds a small random model, runs two policies on it, and prints what it measured.
+"""A short benchmark for CI: builds a small random model, runs the three policies on it, and prints what it measured.
 
 It judges nothing, because shared machines are noisy; it fails only if something does not run.
 """

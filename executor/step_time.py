@@ -1,7 +1,7 @@
 """How long a step takes as a function of what is in it, and the fit of that function to measured steps."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from itertools import combinations
 
 import numpy as np
@@ -46,9 +46,10 @@ class StepTime:
 
     def __post_init__(self) -> None:
         if min(astuple(self)) < 0 or not 0 < sum(astuple(self)) <= MAX_COEFFICIENTS_S:
+            given = ", ".join(f"{field.name} {getattr(self, field.name):g}" for field in fields(self))
             raise UsageError(
-                f"A step takes time: give {self} coefficients of at least 0, one of them above it, and of no more than "
-                f"{MAX_COEFFICIENTS_S:g} together."
+                "A step takes time: give coefficients of at least 0 seconds, one of them above it, and of no more than "
+                f"{MAX_COEFFICIENTS_S:g} together, not {given}."
             )
 
     def seconds(self, load: StepLoad) -> float:

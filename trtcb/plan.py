@@ -51,6 +51,10 @@ Verify = Literal["full", "header"]
 _CHUNK_BYTES = 4 << 20
 
 
+class _NoPlanError(FormatError):
+    """A file of another kind: no damage, and nothing to rebuild."""
+
+
 class Plan:
     """An open plan. Views into it (sections, tensors) are read-only and keep the mapping alive after :meth:`close`.
 
@@ -94,6 +98,10 @@ class Plan:
                 return cls._read(path, file, verify)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise ModelNotFoundError(_missing(path)) from None
+        except _NoPlanError:
+            raise PlanError(
+                f"{path} is not a plan (its header is none): name a file that `trtcb build` wrote."
+            ) from None
         except FormatError as error:
             raise PlanError(
                 f"{path} cannot be used: {error}; rebuild it with `trtcb build --model MODEL --output {path}`."
@@ -180,7 +188,7 @@ def _read_head(file: BinaryIO, size: int) -> tuple[Any, int]:
     """Return the header's JSON, once its hash is right, and the offset of its end."""
     raw = file.read(PREAMBLE_BYTES)
     if raw[: len(MAGIC)] != MAGIC[: len(raw)] or not raw:
-        raise FormatError("field 'magic' is not a plan's")
+        raise _NoPlanError
     if len(raw) < PREAMBLE_BYTES:
         raise FormatError("the file is cut off in its preamble")
     preamble, digest = raw[: PREAMBLE.size], raw[PREAMBLE.size :]

@@ -43,7 +43,7 @@ def test_policies_on_a_plan(plan: Path, tmp_path: Path) -> None:
 
 def test_a_calibrated_machine_can_be_simulated(plan: Path, tmp_path: Path) -> None:
     machine = tmp_path / "machine.yaml"
-    said = trtcb("calibrate", plan, "--output", machine, "--num-prompts", "12")
+    said = trtcb("calibrate", plan, "--output", machine, "--num-prompts", "12", "--threads", "1")
     assert "off by" in said
     settings = yaml.safe_load(machine.read_text())
     assert settings["engine"]["max_batch_size"] == 8
@@ -62,6 +62,9 @@ def test_throughput_of_a_plan(plan: Path, tmp_path: Path) -> None:
     assert (data["num_requests"], data["total_num_tokens"]) == (20, 20 * (24 + 8 + 10))
     assert data["tokens_per_second"] == pytest.approx(data["total_num_tokens"] / data["elapsed_time"])
     assert f"{data['requests_per_second']:.2f} requests/s" in said
+    assert data["plan"] == str(plan)
+    assert (data["engine"]["num_blocks"], data["engine"]["max_batch_size"]) == (12, 8)
+    assert "prompts of 24 tokens after 8 that all share" in data["workload"]
 
 
 def test_latency_of_a_plan(plan: Path, tmp_path: Path) -> None:
@@ -84,6 +87,8 @@ def test_latency_of_a_plan(plan: Path, tmp_path: Path) -> None:
         (("throughput", "--num-prompts", "0"), "--num-prompts must be from 1 to"),
         (("latency", "--batch-size", "9"), "use at most 8"),
         (("latency", "--output-json", "no/folder/r.json"), "no folder"),
+        (("throughput", "--output-json", "/tmp"), "is a folder"),
+        (("calibrate", "-o", "/proc/x.yaml"), "name another file"),
     ],
 )
 def test_offline_mistakes_are_one_sentence(plan: Path, arguments: tuple[str, ...], complaint: str) -> None:

@@ -22,7 +22,7 @@ from trtcb.bench.http_load import Answer, Asking, LoadGenerator, LoadRun, warm_u
 from trtcb.bench.load_report import LoadReport
 from trtcb.bench.metrics import Slo
 from trtcb.bench.prompt_style import PromptStyle, request_body
-from trtcb.bench.workload import RandomWorkload
+from trtcb.bench.workload import RandomWorkload, TraceWorkload
 from trtcb.errors import QueueFullError, TrtcbError, UsageError
 from trtcb.executor.request import Request, SamplingParams
 
@@ -304,19 +304,43 @@ async def test_command_line(tmp_path: Path) -> None:
     load = ("--num-prompts", "6", "--random-input-len", "10", "--random-output-len", "5", "--vocab-size", "256")
     async with served(FakeLLM(), api_keys=("secret",)) as server:
         code, out, err = await trtcb(
-            *("--base-url", server.url, *load, "--goodput", "e2el:60000", "--metric-percentiles", "90,99.5"),
-            *("--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--json", str(tmp_path / "r.json")),
+            *("--base-url", server.url, *load, "--goodput", "e2el:60000", "ttft:60000"),
+            *("--metric-percentiles", "90,99.5", "--json", str(tmp_path / "r.json")),
+            *("--save-result", "--save-detailed", "--result-dir", str(tmp_path / "new" / "folder")),
             key="secret",
         )
     assert code == 0, err
     assert "model fake, prompts as token ids; 6 requests, seed 0" in out
     assert "p99.5" in out
-    saved, named = sorted(tmp_path.iterdir(), key=lambda file: file.name == "r.json")
+    (saved,), named = (tmp_path / "new" / "folder").iterdir(), tmp_path / "r.json"
     assert saved.name.startswith("trtcb-infqps-fake-")
     data = json.loads(named.read_text())
+    assert data["slo_s"] == {"e2el": 60.0, "ttft": 60.0}
     assert json.loads(saved.read_text()) == data
     assert (data["completed"], data["good_share"], len(data["ttfts"])) == (6, 1.0, 6)
     assert "secret" not in out + err + named.read_text()
+
+
+async def test_users_of_a_trace_reach_the_server(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    lines = [{"prompt_len": 5, "output_len": 3, "user": user, "priority": 0.25} for user in ("ada", "bob")]
+    trace.write_text("\n".join(map(json.dumps, [*lines, {"prompt_len": 5, "output_len": 3}])))
+    llm = FakeLLM()
+    async with served(llm) as server, client_of(server.url) as client:
+        llm.requests.clear()
+        await LoadGenerator(client, ASKING, TraceWorkload(trace).generate(0)).run(asyncio.Event())
+    assert sorted((request.tenant, request.priority) for request in llm.requests) == [
+        *[("", 0.5), ("ada", 0.25), ("bob", 0.25)]
+    ]
+
+
+async def test_a_warm_up_that_is_refused_names_the_flag() -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "the prompt alone fills it: shorten it."}}, status=400)
+
+    async with foreign(refuse) as client:
+        with pytest.raises(TrtcbError, match=r"of 20 prompt and 6 output tokens, failed: HTTP 400.*--random-input-len"):
+            await warm_up(client, ASKING, LOAD.generate(0))
 
 
 async def test_ctrl_c_shows_what_was_measured() -> None:
@@ -353,6 +377,9 @@ async def test_ctrl_c_shows_what_was_measured() -> None:
         ("--json", "no/such/folder/r.json"),
         ("--ignore-eos", "--max-tokens", "5"),
         ("--request-rate", "0"),
+        ("--base-url", "127.0.0.1:8123"),
+        ("--save-result", "--result-dir", "/proc"),
+        ("--json", "/tmp"),
     ],
 )
 async def test_command_line_mistakes_are_one_sentence(arguments: tuple[str, ...]) -> None:

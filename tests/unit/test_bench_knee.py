@@ -18,6 +18,7 @@ from trtcb.bench.metrics import Requests, RunResult, Slo, _kept_up
 from trtcb.bench.table import knee_rows
 from trtcb.bench.targets import Setup, SimTarget
 from trtcb.bench.workload import RandomWorkload, Workload
+from trtcb.cli.bench_policy import _what_was_finished
 from trtcb.executor.step_time import StepTime
 
 SETUP = Setup.parse("max_utilization", {}, 1)
@@ -132,7 +133,7 @@ def test_command_line(tmp_path: Path) -> None:
     data = json.loads(out.read_text())
     knees = {knee["label"]: knee["rate"] for knee in data["search"]["knees"]}
     assert knees["max_utilization"] > knees["static_batch"] > 0
-    assert f"request_rate={max(knees.values())}" in data["workload"]  # all are compared at the highest
+    assert f"{max(knees.values()):g} a second" in data["workload"]  # all are compared at the highest
     rates = [point["request_rate"] for point in data["frontier"]]
     assert rates[-1] == "inf"
     assert set(knees.values()) <= set(rates)
@@ -141,3 +142,9 @@ def test_command_line(tmp_path: Path) -> None:
     impossible = subprocess.run([*command, "--step-time", "1"], capture_output=True, text=True, check=False)
     assert impossible.returncode == 1
     assert "No configuration has a knee" in impossible.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_shows_the_knees_that_were_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), _what_was_finished([Knee("static_batch", 2.0, 2.5, ())], Criterion()):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().out.splitlines()[2].split()[:6] == ["|", "static_batch", "|", "2", "|", "2.5"]

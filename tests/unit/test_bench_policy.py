@@ -2,8 +2,10 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.dom import minidom
@@ -11,11 +13,11 @@ from xml.dom import minidom
 import numpy as np
 import pytest
 
-from trtcb.bench.ab import Comparison, Estimate, compare
+from trtcb.bench.ab import Comparison, Estimate, Interrupted, compare
 from trtcb.bench.metrics import Slo
 from trtcb.bench.report import html_report
-from trtcb.bench.svg import Line, line_chart
-from trtcb.bench.table import rows, shown, text_table, to_json
+from trtcb.bench.svg import Line, line_chart, look
+from trtcb.bench.table import per_request, rows, shown, text_table, to_json
 from trtcb.bench.targets import Setup, SimTarget
 from trtcb.bench.workload import RandomWorkload, TraceWorkload
 from trtcb.errors import UsageError
@@ -183,13 +185,18 @@ def test_a_setup_takes_the_settings_of_serve() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("max_utilisation", "scheduler_policy"),
+        ("max_utilisation", "there is no policy 'max_utilisation'; did you mean 'max_utilization'?"),
+        ("best", "there is no policy 'best'; there are guaranteed_no_evict, max_utilization, static_batch."),
+        ("static_batch:foo=1", "the engine has no setting 'foo'; there are scheduler_policy, chunk_policy, "),
+        ("static_batch:watermark=2", "'static_batch:watermark=2': watermark"),
+        ("static_batch:victim_policy=cheapest", "'static_batch:victim_policy=cheapest': static_batch never pauses"),
+        ("static_batch:max_num_seqs=3,max_batch_size=4", "max_batch_size is given twice"),
         ("static_batch:num_blok=3", "did you mean 'num_blocks'"),
         ("static_batch:num_blocks", "name=value"),
         ("static_batch:num_blocks=8,num-blocks=9", "num_blocks is given twice"),
         ("static_batch:scheduler_policy=max_utilization", "scheduler_policy is given twice"),
         ("static_batch:num_blocks=many", "num_blocks"),
-        ("static_batch:port=80", "port is no setting of the engine"),
+        ("static_batch:port=80", "the engine has no setting 'port'"),
     ],
 )
 def test_bad_setups_are_refused(text: str, complaint: str) -> None:
@@ -197,9 +204,43 @@ def test_bad_setups_are_refused(text: str, complaint: str) -> None:
         Setup.parse(text, {}, 10)
 
 
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("static_batch:threads=2", "threads has no effect here, because a simulated machine has no CPU"),
+        ("static_batch:kv_memory=2GiB", "kv_memory_bytes has no effect"),
+        ("static_batch:default_max_tokens=9", "default_max_tokens has no effect"),
+        ("static_batch:queue_policy=wfq", "queue_policy=wfq has no effect here, because all requests have one user"),
+        ("static_batch:queue_policy=priority,priority_ageing_s=5", "priority_ageing_s has no effect"),
+    ],
+)
+def test_settings_that_would_change_nothing_are_refused(text: str, complaint: str) -> None:
+    drawn = RandomWorkload(num_prompts=3).generate(0)
+    with pytest.raises(UsageError, match=re.escape(complaint)):
+        Setup.parse(text, {}, 3).check_effect(drawn, is_simulated=True)
+    varied = replace(drawn, users=("a", "b", "a"), priority=np.array([0.0, 1.0, 0.5]))
+    if "default_max_tokens" not in text:
+        Setup.parse(text, {}, 3).check_effect(varied, is_simulated=False)
+
+
+def test_users_of_a_trace_are_the_tenants_of_wfq(tmp_path: Path) -> None:
+    """A burst of one user and a late request of another: fair queueing lets that one in first."""
+    burst = [{"prompt_len": 8, "output_len": 20, "user": "burst"} for _ in range(12)]
+    late = {"arrival_s": 0.5, "prompt_len": 8, "output_len": 20, "user": "late"}
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("\n".join(map(json.dumps, [*burst, late])))
+    setups = ["guaranteed_no_evict", "guaranteed_no_evict:queue_policy=wfq"]
+    fcfs, fair = run(setups, TraceWorkload(trace), step_s=0.1, max_batch_size=2).results
+    assert fcfs.runs[0].requests.queue_s[12] > 11.0
+    assert fair.runs[0].requests.queue_s[12] < 2.0
+    assert fair.runs[0].values["steps"] == fcfs.runs[0].values["steps"]
+
+
 def test_a_run_in_which_every_request_is_refused_says_why() -> None:
     source = RandomWorkload(num_prompts=3, random_input_len=50, random_output_len=5)
-    with pytest.raises(UsageError, match=r"All requests of the workload were refused.*the pool has 4"):
+    with pytest.raises(
+        UsageError, match=r"All requests of the workload were refused.*--random-input-len.*the pool has 4"
+    ):
         run(["guaranteed_no_evict"], source, num_blocks=4, block_size=10, max_num_tokens=64)
 
 
@@ -214,7 +255,9 @@ def test_the_same_setup_twice_is_refused() -> None:
         ("step_time: [", "not valid YAML"),
         ("engine: {}", "step_time: Field required"),
         ("step_time: {base_s: 0}", "A step takes time"),
+        ("step_time: {base_s: -1}", "m.yaml: step_time: A step takes time"),
         ("step_time: {base: 1}", "step_time.base_s"),
+        ("[1]", "m.yaml: write 'name: value' lines."),
     ],
 )
 def test_bad_machines_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
@@ -222,7 +265,7 @@ def test_bad_machines_are_refused(tmp_path: Path, text: str, complaint: str) -> 
     file.write_text(text)
     with pytest.raises(UsageError, match=re.escape(complaint)):
         SimTarget.load(str(file))
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match=r"none.yaml cannot be read: No such file or directory\."):
         SimTarget.load(str(tmp_path / "none.yaml"))
 
 
@@ -251,7 +294,7 @@ def test_the_report_is_well_formed_and_needs_nothing_else() -> None:
     comparison = run(["max_utilization:num_blocks=50", *POLICIES], RandomWorkload(num_prompts=60, request_rate=30))
     html = html_report(comparison, "trtcb bench policy '<&>'")
     document = minidom.parseString(html.removeprefix("<!DOCTYPE html>\n"))
-    charts = document.getElementsByTagName("svg")
+    charts = [one for one in document.getElementsByTagName("svg") if one.getAttribute("role") == "img"]
     assert len(charts) == 2 + 4
     assert len(charts[0].getElementsByTagName("path")) == 4
     links = _Links()
@@ -264,6 +307,23 @@ def test_the_report_is_well_formed_and_needs_nothing_else() -> None:
     assert "&lt;&amp;&gt;" in html
     cells = [[c.firstChild.data if c.firstChild else "" for c in row.childNodes] for row in _rows(document)]
     assert cells == rows(comparison)
+
+
+def test_each_line_has_the_look_that_its_legend_shows() -> None:
+    setups = [f"max_utilization:max_batch_size={size}" for size in range(1, 9)]
+    html = html_report(run(setups, RandomWorkload(num_prompts=10, request_rate=30)), "")
+    keys = re.findall(r'<svg class="key".*?class="line (c\d d\d)".*?</svg>([^<]+)<', html)[:8]
+    drawn = re.findall(r'class="line (c\d d\d)" d="[^"]*"><title>([^<]+)<', html)[:8]
+    assert keys == drawn
+    assert [label for _, label in keys] == setups
+    assert len({classes for classes, _ in keys}) == 8
+    for classes, _ in keys:
+        for name in classes.split():
+            assert f".{name}{{stroke" in html
+
+
+def test_all_lines_of_a_chart_look_different() -> None:
+    assert len({look(number) for number in range(30)}) == 30
 
 
 def _rows(document: minidom.Document) -> list[minidom.Element]:
@@ -315,6 +375,58 @@ def _trtcb(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_limits_are_shown_only_where_there_are_some() -> None:
+    comparison = run(["static_batch"], RandomWorkload(num_prompts=3))
+    titles = {"goodput (requests/s)", "requests within SLO (%)"}
+    assert titles <= {row[0] for row in rows(comparison)}
+    assert not titles & {row[0] for row in rows(replace(comparison, slo=Slo()))}
+
+
+def test_answers_that_are_cut_are_counted() -> None:
+    (result,) = run(["static_batch"], RandomWorkload(num_prompts=5, random_output_len=40, max_tokens=10)).results
+    assert (result.runs[0].values["cut_answers"], result.runs[0].values["declared_ratio"]) == (5, 0.25)
+
+
+def test_a_refused_request_is_listed_as_such() -> None:
+    source = RandomWorkload(num_prompts=6, random_input_len=20, random_output_len=5)
+    table = per_request(run(["static_batch:max_queue_size=4"], source))
+    assert [row[1] for row in table[5:]] == ["refused", "refused"]
+    assert "nan" not in str(table)
+
+
+@pytest.mark.parametrize(("num_runs", "finished"), [(0, None), (1, [1]), (2, [1, 1]), (3, [1, 1]), (4, [2, 2])])
+def test_ctrl_c_keeps_what_was_finished(num_runs: int, finished: list[int] | None) -> None:
+    target = SimTarget.load("builtin")
+    setups = [Setup.parse(text, target.engine, 5) for text in POLICIES[:2]]
+    started = []
+
+    def on_run(label: str, repeat: int) -> None:
+        if len(started) == num_runs:
+            raise KeyboardInterrupt
+        started.append(label)
+
+    with pytest.raises(Interrupted) as stop:
+        compare(setups, target, RandomWorkload(num_prompts=5), slo=Slo(), seed=0, repeats=3, on_run=on_run)
+    kept = stop.value.finished
+    assert (None if kept is None else [len(result.runs) for result in kept.results]) == finished
+
+
+def test_ctrl_c_on_the_command_line_prints_the_table_of_what_was_finished() -> None:
+    words = ("policy", "static_batch", "max_utilization", "--num-prompts", "5000", "--random-output-len", "400")
+    handler = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
+    command = [sys.executable, "-c", f"{handler}; from trtcb.cli.main import main; main()", "bench", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("running max_utilization"):
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (process.returncode, err) == (130, "interrupted\n")
+    assert "static_batch" in out.splitlines()[3]
+    assert "max_utilization" not in out
+
+
 def test_command_line(tmp_path: Path) -> None:
     result = _trtcb(
         *("policy", "max_utilization", "guaranteed_no_evict:max_batch_size=4", "--num-prompts", "12"),
@@ -328,9 +440,11 @@ def test_command_line(tmp_path: Path) -> None:
     assert [r["config"]["max_batch_size"] for r in data["results"]] == [64, 4]
     assert data["results"][0]["metrics"]["completed"] == {"mean": 12.0, "ci95": 0.0, "runs": [12.0, 12.0]}
     assert data["slo_s"] == {"ttft": 0.5, "e2el": 9.0}
-    assert (tmp_path / "r.html").read_text().count("<svg") == 2 + 1 + 2
+    assert (tmp_path / "r.html").read_text().count('role="img"') == 2 + 1 + 2
+    assert result.stderr.endswith(f"wrote {tmp_path}/r.json\nwrote {tmp_path}/r.html\n")
+    assert "12 requests, seed 0, 2 repeats" in result.stdout
     slow, fast = data["frontier"]
-    assert "request_rate=5.0" in slow["workload"]
+    assert "5 a second" in slow["workload"]
     assert (slow["request_rate"], fast["request_rate"]) == (5, 40)
     assert slow["results"][0]["metrics"]["request_rate"]["mean"] < fast["results"][0]["metrics"]["request_rate"]["mean"]
     table = result.stdout.split("requests within SLO (%):\n\n")[1].split("\n\n")[0]
@@ -347,6 +461,9 @@ def test_command_line(tmp_path: Path) -> None:
         ("policy", "max_utilization", "--rates", "1,x"),
         ("policy", "max_utilization", "--rates", "1", "--trace", str(TRACES / "four-lengths.jsonl")),
         ("policy", "max_utilization", "--html", "no/such/folder/report.html"),
+        ("policy", "max_utilization", "--plan", "no.plan"),
+        ("policy", "max_utilization", "--step-time", "0"),
+        ("policy", "max_utilization", "--watermark", "0.05"),
         ("policy", "max_utilization", "--rate", "fast"),
         ("policy", "max_utilization", "--rate", "auto", "--rates", "1,2"),
         ("policy", "max_utilization", "--rate", "auto", "--max-concurrency", "3"),
@@ -355,7 +472,7 @@ def test_command_line(tmp_path: Path) -> None:
 )
 def test_command_line_mistakes_are_one_sentence(arguments: tuple[str, ...]) -> None:
     result = _trtcb(*arguments)
-    assert result.returncode == 2
+    assert result.returncode == (3 if "no.plan" in arguments else 2)
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
 

@@ -84,7 +84,7 @@ def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.Command, "load", lambda self: interrupt)
-    assert run("doctor")[0] == 130
+    assert run("doctor") == (130, "", "interrupted\n")
 
 
 def test_a_file_system_error_is_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

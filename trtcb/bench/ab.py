@@ -1,7 +1,7 @@
 """Compares configurations under the same arrivals, over repeats, and says how sure it is."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -78,6 +78,14 @@ class Comparison:
     check: TokenCheck | None = None
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a comparison; ``finished`` is what was complete by then, None if nothing was."""
+
+    def __init__(self, finished: Comparison | None) -> None:
+        super().__init__()
+        self.finished = finished
+
+
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
     """What came out at one request rate, of all configurations or of those that were tried there."""
@@ -95,10 +103,13 @@ def compare(
     seed: int,
     repeats: int,
     on_run: Callable[[str, int], None],
+    on_done: Callable[[str, int, RunResult], None] = lambda label, repeat, run: None,
     max_concurrency: int | None = None,
     num_checked: int = 0,
 ) -> Comparison:
-    """Run every configuration under every repeat's workload. ``on_run`` is told of each run before it starts.
+    """Run every configuration under every repeat's workload.
+
+    ``on_run`` is told of each run before it starts, ``on_done`` after it. Ctrl-C raises :class:`Interrupted`.
 
     With ``max_concurrency`` clients hold requests back while so many are unfinished. Of every repeat, ``num_checked``
     requests are served alone too, and their tokens compared (:mod:`trtcb.bench.token_check`).
@@ -110,27 +121,51 @@ def compare(
         raise UsageError("Two of the configurations are the same: change one, or use --repeats.")
     runs: list[list[RunResult]] = [[] for _ in setups]
     num_requests, check = 0, None
-    for repeat in range(repeats):
-        workload = replace(source.generate(seed + repeat), max_concurrency=max_concurrency)
-        num_requests = len(workload)
-        logs = {setup.label: TokenLog(num_requests) for setup in setups} if num_checked else {}
-        for setup, its_runs in zip(setups, runs, strict=True):
-            on_run(setup.label, repeat)
-            its_runs.append(target.run(setup.config, workload, slo, logs.get(setup.label)))
-        if num_checked:
-            on_run("each alone", repeat)
-            alone = partial(target.alone, setups[0].config, workload)
-            requests = [its_runs[-1].requests for its_runs in runs]
-            num_pauses = np.sum([one.num_pauses for one in requests], axis=0)
-            is_served = np.isfinite(np.sum([one.e2e_s for one in requests], axis=0))  # NaN: refused by some
-            found = check_tokens(logs, num_pauses, is_served, num_checked, alone)
-            check = found if check is None else check + found
-    return Comparison(
+    is_interrupted = False
+    try:
+        for repeat in range(repeats):
+            workload = replace(source.generate(seed + repeat), max_concurrency=max_concurrency)
+            num_requests = len(workload)
+            logs = {setup.label: TokenLog(num_requests) for setup in setups} if num_checked else {}
+            for setup, its_runs in zip(setups, runs, strict=True):
+                on_run(setup.label, repeat)
+                its_runs.append(target.run(setup.config, workload, slo, logs.get(setup.label)))
+                on_done(setup.label, repeat, its_runs[-1])
+            if num_checked:
+                on_run("each alone", repeat)
+                alone = partial(target.alone, setups[0].config, workload)
+                found = _checked(logs, [its_runs[-1] for its_runs in runs], num_checked, alone)
+                check = found if check is None else check + found
+    except KeyboardInterrupt:
+        is_interrupted = True
+    comparison = Comparison(
         target=target.description,
-        workload=str(source) if max_concurrency is None else f"{source}, max_concurrency={max_concurrency}",
+        workload=str(source) if max_concurrency is None else f"{source}; at most {max_concurrency} unfinished",
         slo=slo,
         seed=seed,
         num_requests=num_requests,
-        results=tuple(Result(setup, tuple(its_runs)) for setup, its_runs in zip(setups, runs, strict=True)),
+        results=_finished(setups, runs),
         check=check,
     )
+    if is_interrupted:
+        raise Interrupted(comparison if comparison.results else None)
+    return comparison
+
+
+def _checked(
+    logs: Mapping[str, TokenLog],
+    runs: Sequence[RunResult],
+    num_checked: int,
+    alone: Callable[[Collection[int]], TokenLog],
+) -> TokenCheck:
+    requests = [run.requests for run in runs]
+    num_pauses = np.sum([one.num_pauses for one in requests], axis=0)
+    is_served = np.isfinite(np.sum([one.e2e_s for one in requests], axis=0))  # NaN: refused by some
+    return check_tokens(logs, num_pauses, is_served, num_checked, alone)
+
+
+def _finished(setups: Sequence[Setup], runs: Sequence[Sequence[RunResult]]) -> tuple[Result, ...]:
+    """Return the whole repeats; if there is none, those configurations that the first one got to."""
+    num_repeats = max(1, min(map(len, runs)))
+    pairs = zip(setups, runs, strict=True)
+    return tuple(Result(setup, tuple(its_runs[:num_repeats])) for setup, its_runs in pairs if its_runs)

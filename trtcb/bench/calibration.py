@@ -1,7 +1,7 @@
 """Fits the simulated machine to a plan on this one, from the real times of real steps."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import yaml
 
 from trtcb import __version__
 from trtcb.bench.metrics import Slo
+from trtcb.bench.table import counted
 from trtcb.bench.targets import serve, warm_up
 from trtcb.bench.workload import RandomWorkload
 from trtcb.executor.config import EngineConfig
@@ -39,13 +40,26 @@ class Calibration:
         return head + yaml.safe_dump(settings, sort_keys=False)
 
 
-def calibrate_plan(path: Path, *, num_prompts: int, seed: int) -> Calibration:
-    """Serve a workload that grows and shrinks the batch, and fit its steps. Takes a minute for a small model."""
+def calibrate_plan(
+    path: Path,
+    *,
+    num_prompts: int,
+    seed: int,
+    threads: int | None = None,
+    on_phase: Callable[[str], None] = lambda phase: None,
+    on_finished: Callable[[int], None] = lambda count: None,
+) -> Calibration:
+    """Serve a workload that grows and shrinks the batch, and fit its steps. Takes a minute for a small model.
+
+    ``on_phase`` is told what begins, ``on_finished`` how many requests a step has ended.
+    """
     from trtcb.executor.served_model import ServedModel
 
     # Without prefix hits, so that prompts of all sizes are really computed.
-    served = ServedModel.from_plan(path, EngineConfig(prefix_caching=False), verify="header")
+    on_phase(f"opening {path}")
+    served = ServedModel.from_plan(path, EngineConfig(prefix_caching=False, threads=threads), verify="header")
     try:
+        on_phase("warming up")
         warm_up(served.runtime, served.config, served.model.vocab_size)
         timed = TimedRuntime(served.runtime)
         mean_len = max(1, min(192, served.config.max_seq_len // 4))
@@ -56,7 +70,16 @@ def calibrate_plan(path: Path, *, num_prompts: int, seed: int) -> Calibration:
             random_range_ratio=0.9,
         )
         workload = source.generate(seed)
-        result = serve(timed, served.config, SkippingClock(), served.model.vocab_size, workload, Slo())
+        on_phase(f"measuring {counted(num_prompts, 'request')}")
+        result = serve(
+            timed,
+            served.config,
+            SkippingClock(),
+            served.model.vocab_size,
+            workload,
+            Slo(),
+            on_finished=on_finished,
+        )
         fit = fit_step_time(timed.loads, timed.seconds)
         # All requests are there from the start and no step overlaps another: the host does what the device does not.
         host_s = max(0.0, result.values["duration_s"] - sum(timed.seconds)) / len(timed.seconds)

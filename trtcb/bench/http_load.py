@@ -146,10 +146,10 @@ async def warm_up(client: ApiClient, asking: Asking, workload: Workload, number:
             return in_words, reply.detail
     if reply.failure is None:
         return asking, ""
-    raise await _explained(client, asking.model, reply)
+    raise await _explained(client, asking.model, reply, f"{length} prompt and {max_tokens} output tokens")
 
 
-async def _explained(client: ApiClient, model: str, reply: Reply) -> TrtcbError:
+async def _explained(client: ApiClient, model: str, reply: Reply, lengths: str) -> TrtcbError:
     """Turn the failure of a warm-up into an error that names the fix."""
     kind, detail = reply.failure or "", reply.detail
     if kind == "no connection":
@@ -166,4 +166,8 @@ async def _explained(client: ApiClient, model: str, reply: Reply) -> TrtcbError:
         )
     if kind == "no stream":
         return UsageError(f"{client.url} does not stream ({detail}): set --endpoint to a route that does.")
-    return TrtcbError(f"The warm-up request failed: {kind}{': ' if detail else ''}{detail.rstrip('.')}.")
+    failure = f"{kind}{': ' if detail else ''}{detail.rstrip('.')}"
+    if kind.startswith(("HTTP 400", "HTTP 413", "HTTP 422")):
+        fix = "if that is too long, lower --random-input-len or the trace's lengths"
+        return TrtcbError(f"The warm-up request, of {lengths}, failed: {failure}; {fix}.")
+    return TrtcbError(f"The warm-up request failed: {failure}.")

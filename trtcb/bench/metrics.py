@@ -81,6 +81,7 @@ class Collector:
 
     def __init__(self, workload: Workload, num_blocks: int, max_batch_size: int) -> None:
         self._workload = workload
+        self._answer_len = workload.answer_len
         self._num_blocks = num_blocks
         self._max_batch_size = max_batch_size
         self._times = {name: np.full(len(workload), np.nan) for name in ("queue_s", "ttft_s", "tpot_s", "e2e_s")}
@@ -167,6 +168,7 @@ class Collector:
             "pool_used_peak": self._peak_used / self._num_blocks,
             "pool_promised": promised,
             "declared_ratio": self._workload.declared_ratio,
+            "cut_answers": float(self._workload.num_cut),
             "steps": float(totals["steps"]),
             "slot_use": totals["rows"] / max(1, totals["steps"] * self._max_batch_size),
         }
@@ -174,7 +176,7 @@ class Collector:
 
     def _finish(self, request: FinishedRequest) -> None:
         number = self._end(request.request_id)
-        expected = int(self._workload.output_len[number])
+        expected = int(self._answer_len[number])
         if request.reason not in (FinishReason.STOP, FinishReason.LENGTH) or request.num_generated_tokens != expected:
             raise ValidationFailedError(
                 f"Request {number} ended with '{request.reason.value}' after {request.num_generated_tokens} tokens, "

@@ -68,9 +68,15 @@ class Latencies:
         return "\n".join([f"Avg latency: {values['avg_latency']:.4f} s", *lines])
 
 
-def measure_throughput(llm: LLM, source: RandomWorkload, seed: int) -> Throughput:
-    """Answer the workload of a seed, all at once, to its full lengths. Raises if an answer is not whole."""
+def measure_throughput(
+    llm: LLM, source: RandomWorkload, seed: int, on_warm: Callable[[], None] = lambda: None
+) -> Throughput:
+    """Answer the workload of a seed, all at once, to its full lengths. Raises if an answer is not whole.
+
+    ``on_warm`` is called when the requests that are no part of it have ended.
+    """
     _answer(llm, _warm_up(llm, source))
+    on_warm()
     requests = list(source.generate(seed).requests(llm.model.vocab_size))
     elapsed_s, num_output_tokens = _answer(llm, requests)
     num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)

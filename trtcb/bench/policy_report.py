@@ -10,6 +10,7 @@ from trtcb.bench.report import html_report
 from trtcb.bench.table import (
     frontier_rows,
     frontier_to_json,
+    headline,
     knee_rows,
     knees_to_json,
     per_request,
@@ -31,9 +32,7 @@ class PolicyReport:
     def text(self, *, with_requests: bool) -> str:
         """Tables for a terminal."""
         comparison = self.comparison
-        num_repeats = len(comparison.results[0].runs)
-        head = f"{comparison.target}; {comparison.num_requests} requests, seed {comparison.seed}, {num_repeats} repeats"
-        parts = [f"{head}\n{comparison.workload}", text_table(rows(comparison))]
+        parts = [f"{headline(comparison)}\n{comparison.workload}", text_table(rows(comparison))]
         for title, table in self._more_tables().items():
             parts += [f"{title}:", text_table(table)]
         if with_requests:

@@ -49,6 +49,8 @@ def request_body(request: Request, style: PromptStyle, model: str) -> bytes:
         fields["ignore_eos"] = True
     if request.priority != _NEUTRAL_PRIORITY:
         fields["priority"] = request.priority
+    if request.tenant:
+        fields["user"] = request.tenant
     if style is PromptStyle.IDS:
         fields["prompt"] = request.prompt_token_ids
     else:

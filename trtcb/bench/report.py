@@ -8,10 +8,9 @@ import numpy as np
 
 from trtcb.bench.ab import Comparison, LoadPoint, Result
 from trtcb.bench.metrics import Floats
-from trtcb.bench.svg import Line, legend, line_chart
-from trtcb.bench.table import rows
+from trtcb.bench.svg import DASHES, NUM_COLOURS, Line, legend, line_chart
+from trtcb.bench.table import headline, rows
 
-NUM_COLOURS = 6
 _CDF_POINTS = 200
 # Distinguishable in print and with the common colour deficiencies, in both schemes.
 _LIGHT = ("#0b62c4", "#c2510c", "#1a7f5a", "#8a3ffc", "#a11950", "#6b5d00")
@@ -31,8 +30,7 @@ def html_report(
     names = [result.setup.label for result in comparison.results]
     body = [
         "<h1>Scheduling comparison</h1>",
-        f"<p>{escape(comparison.target)}; {comparison.num_requests} requests, seed {comparison.seed}, "
-        f"{len(comparison.results[0].runs)} repeats.</p>",
+        f"<p>{escape(headline(comparison))}.</p>",
         f"<p>{escape(comparison.workload)}</p>",
         f"<pre>{escape(command)}</pre>",
         *([f"<p>{escape(str(comparison.check))}</p>"] if comparison.check else []),
@@ -64,7 +62,7 @@ def _cdf_chart(title: str, comparison: Comparison, column: str) -> str:
     lines = []
     for index, result in enumerate(comparison.results):
         seconds = np.concatenate([getattr(run.requests, column) for run in result.runs])
-        lines.append(Line(result.setup.label, index % NUM_COLOURS, _cdf(seconds)))
+        lines.append(Line(result.setup.label, index, _cdf(seconds)))
     # Policies differ by orders of magnitude, hence the logarithm.
     return line_chart(
         f"{title}, share of requests",
@@ -92,7 +90,7 @@ def _frontier_chart(frontier: Sequence[LoadPoint], labels: Sequence[str]) -> str
     for index, label in enumerate(labels):
         results = [result for point in frontier for result in point.comparison.results if result.setup.label == label]
         points = [(r.estimate("output_tok_s").mean, r.estimate("ttft_p95_s").mean) for r in results]
-        lines.append(Line(label, index % NUM_COLOURS, points, has_marks=True))
+        lines.append(Line(label, index, points, has_marks=True))
     title = "Time to first token, p95, over output tokens a second"
     return line_chart(title, lines, x_title="output tokens/s", y_title="TTFT p95, seconds, log", log_y=True)
 
@@ -126,9 +124,8 @@ def _style() -> str:
     def colours(values: tuple[str, ...]) -> str:
         return "".join(f"--c{index}:{value};" for index, value in enumerate(values))
 
-    uses = "".join(
-        f".c{index}{{stroke:var(--c{index})}}.k{index}{{background:var(--c{index})}}" for index in range(NUM_COLOURS)
-    )
+    uses = "".join(f".c{index}{{stroke:var(--c{index})}}" for index in range(NUM_COLOURS))
+    uses += "".join(f".d{index}{{stroke-dasharray:{dash}}}" for index, dash in enumerate(DASHES))
     return (
         f":root{{color-scheme:light dark;--back:#fff;--text:#1b1f24;--dim:#59636e;--grid:#d9dee3;{colours(_LIGHT)}}}"
         "@media(prefers-color-scheme:dark){:root{--back:#14171a;--text:#e6e9ec;--dim:#9aa4ae;--grid:#30363d;"
@@ -141,7 +138,7 @@ def _style() -> str:
         ".grid{stroke:var(--grid)}.tick,.axis{fill:var(--dim);font-size:12px}"
         ".mark{fill:var(--back);stroke-width:1.5}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
         ".legend{list-style:none;display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;padding:0}"
-        ".key{display:inline-block;width:1.4rem;height:3px;margin-right:.4rem;vertical-align:middle}"
+        "svg.key{width:2.4rem;height:6px;margin-right:.4rem;vertical-align:middle}"
         ".wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
         "th,td{padding:.25rem .7rem;border-bottom:1px solid var(--grid);text-align:right;white-space:nowrap}"
         f"th[scope=row]{{text-align:left;font-weight:400;color:var(--dim)}}{uses}"

@@ -6,18 +6,31 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 520, 260
+NUM_COLOURS = 6
+# A dash leaves gaps through which an equal curve beneath can be seen. Five and six colours: 30 lines look different.
+DASHES = ("none", "9 5", "3 4", "13 4 3 4", "5 9")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 12, 40
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One series: its name in the legend, its colour (CSS class ``c0``, ``c1``, …) and its points, sorted by x."""
+    """One series: its name and its number in the legend, which gives it its look, and its points, sorted by x."""
 
     name: str
-    colour: int
+    number: int
     points: Sequence[tuple[float, float]]
     is_step: bool = False  # hold each value until the next point
     has_marks: bool = False  # show the points themselves
+
+    @property
+    def look(self) -> str:
+        """CSS classes of its colour and its dashes."""
+        return look(self.number)
+
+
+def look(number: int) -> str:
+    """CSS classes of line ``number``: ``c0``, ``c1``, … and ``d0``, ``d1``, …, defined by the page."""
+    return f"c{number % NUM_COLOURS} d{number % len(DASHES)}"
 
 
 class _Axis:
@@ -76,16 +89,20 @@ def line_chart(
     parts.append(f'<text class="axis" x="{_LEFT}" y="{HEIGHT - 6}">{escape(y_title)} (up)</text>')
     for line in lines:
         path = _path(line, x_axis, y_axis)
-        parts.append(f'<path class="line c{line.colour}" d="{path}"><title>{escape(line.name)}</title></path>')
+        parts.append(f'<path class="line {line.look}" d="{path}"><title>{escape(line.name)}</title></path>')
         for x_value, y_value in line.points if line.has_marks else ():
             centre = f'cx="{x_axis.pixel(x_value):.1f}" cy="{y_axis.pixel(y_value):.1f}"'
-            parts.append(f'<circle class="mark c{line.colour}" {centre} r="2.5"/>')
+            parts.append(f'<circle class="mark c{line.number % NUM_COLOURS}" {centre} r="2.5"/>')
     return "".join([*parts, "</svg>"])
 
 
 def legend(names: Sequence[str]) -> str:
-    """Name the colours ``c0``, ``c1``, … in order."""
-    items = (f'<li><span class="key k{index}"></span>{escape(name)}</li>' for index, name in enumerate(names))
+    """Show how the lines 0, 1, … look, and name them."""
+    items = (
+        f'<li><svg class="key" viewBox="0 0 40 6" aria-hidden="true"><path class="line {look(number)}" d="M0 3H40"/>'
+        f"</svg>{escape(name)}</li>"
+        for number, name in enumerate(names)
+    )
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 

@@ -40,12 +40,14 @@ COLUMNS: tuple[Column, ...] = (
     Column("pool_used_peak", "pool used, peak (%)", "%"),
     Column("pool_promised", "pool used + reserved, mean (%)", "%"),
     Column("declared_ratio", "declared / true output length"),
+    Column("cut_answers", "answers cut at their limit"),
     Column("slot_use", "slot-steps used (%)", "%"),
     Column("steps", "steps"),
     Column("completed", "completed"),
     Column("refused", "refused"),
     Column("duration_s", "duration (s)"),
 )
+LIMITED = ("goodput_rate", "good_share")  # say something only where limits were set
 
 
 def shown(estimate: Estimate, unit: str) -> str:
@@ -55,12 +57,21 @@ def shown(estimate: Estimate, unit: str) -> str:
     return text if math.isnan(estimate.margin) else f"{text} ± {_margin(estimate.margin * scale)}"
 
 
+def headline(comparison: Comparison) -> str:
+    """Say on what was run, and how much of it."""
+    requests = counted(comparison.num_requests, "request")
+    repeats = counted(len(comparison.results[0].runs), "repeat")
+    return f"{comparison.target}; {requests}, seed {comparison.seed}, {repeats}"
+
+
 def rows(comparison: Comparison) -> list[list[str]]:
     """Return the table: a header, then a metric a row and a configuration a column."""
     baseline = comparison.results[0]
     table = [["", *(result.setup.label for result in comparison.results)]]
     table.append(["throughput vs first", *(shown(r.speedup(baseline), "") for r in comparison.results)])
     for column in COLUMNS:
+        if column.metric in LIMITED and not comparison.slo.limits:
+            continue
         values = (shown(result.estimate(column.metric), column.unit) for result in comparison.results)
         table.append([column.title, *values])
     return table
@@ -168,8 +179,15 @@ def _load_point(result: Result, criterion: Criterion) -> str:
 
 def _times(result: Result, number: int) -> str:
     requests = result.runs[0].requests
+    if math.isnan(requests.e2e_s[number]):
+        return "refused"
     times = (requests.queue_s[number], requests.ttft_s[number], requests.e2e_s[number])
     return " / ".join(f"{float(value):.3f}" for value in times)
+
+
+def counted(count: int, noun: str) -> str:
+    """Write a count and what it counts."""
+    return f"{count:,} {noun}{'s'[: count != 1]}"
 
 
 def shown_number(value: float) -> str:

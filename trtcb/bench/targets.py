@@ -1,7 +1,7 @@
 """Where a comparison runs: on a simulated machine or on a plan. Both drive the engine core of serving."""
 
 import gc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from importlib import resources
@@ -12,12 +12,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trtcb.bench.metrics import Collector, RunResult, Slo
 from trtcb.bench.token_check import TokenLog
-from trtcb.bench.workload import Workload
+from trtcb.bench.workload import Workload, reason
 from trtcb.config import ServeConfig
-from trtcb.config_sources import did_you_mean, load_yaml, resolve
+from trtcb.config_sources import ALIASES, did_you_mean, load_yaml, resolve
 from trtcb.errors import RequestError, UsageError, ValidationFailedError
 from trtcb.executor.answers import AnswerReader
 from trtcb.executor.config import EngineConfig
+from trtcb.executor.policies import CAPACITY_POLICIES
 from trtcb.executor.request import Request, SamplingParams
 from trtcb.executor.runtime import Runtime
 from trtcb.executor.sim_runtime import SimRuntime
@@ -33,6 +34,7 @@ from trtcb.executor.virtual_time import (
 
 SIM_VOCAB_SIZE = 32000
 _ENGINE_FIELDS = tuple(field.name for field in fields(EngineConfig))
+_HARDWARE_FIELDS = ("threads", "kv_memory_bytes", "kv_memory_fraction")
 
 
 class _StepTimeSettings(BaseModel):
@@ -90,12 +92,20 @@ class SimTarget:
         try:
             text = (shipped if shipped.is_file() else Path(source)).read_text("utf-8")
             settings = _SimSettings.model_validate(load_yaml(f"--sim {source}", text))
+            step_time = StepTime(**settings.step_time.model_dump())
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--sim {source} cannot be read: {error}. Give a YAML file, or 'builtin'.") from None
+            raise UsageError(
+                f"--sim {source} cannot be read: {reason(error)}. Give a YAML file, or 'builtin'."
+            ) from None
         except ValidationError as error:
             item = error.errors()[0]
-            raise UsageError(f"--sim {source}: {'.'.join(map(str, item['loc']))}: {item['msg']}.") from None
-        return SimTarget(f"sim {source}", StepTime(**settings.step_time.model_dump()), settings.engine)
+            place = "".join(f"{name}: " for name in [".".join(map(str, item["loc"]))] if name)
+            kind = "write 'name: value' lines" if item["type"].startswith("model_") else item["msg"]
+            raise UsageError(f"--sim {source}: {place}{kind}.") from None
+        except UsageError as error:
+            text = str(error)
+            raise UsageError(text if text.startswith("--sim") else f"--sim {source}: step_time: {text}") from None
+        return SimTarget(f"sim {source}", step_time, settings.engine)
 
     def run(self, config: EngineConfig, workload: Workload, slo: Slo, log: TokenLog | None = None) -> RunResult:
         """Serve a workload in virtual time."""
@@ -158,8 +168,12 @@ def serve(
     workload: Workload,
     slo: Slo,
     log: TokenLog | None = None,
+    on_finished: Callable[[int], None] = lambda count: None,
 ) -> RunResult:
-    """Serve a workload on a runtime whose model has the tokens below ``vocab_size``, and measure it."""
+    """Serve a workload on a runtime whose model has the tokens below ``vocab_size``, and measure it.
+
+    ``on_finished`` is told how many requests each step has ended.
+    """
     workload = workload.within(config.max_seq_len)
     collector = Collector(workload, runtime.num_blocks, config.max_batch_size)
     end_token = vocab_size  # one that the model does not have, so that nothing else ends an answer
@@ -183,8 +197,12 @@ def serve(
             log.add(outcome.deltas)
         if outcome.stats is not None:
             collector.step(outcome.stats, clock())
+            on_finished(len(outcome.stats.finished))
     if len(reasons) == len(workload):
-        raise UsageError(f"All requests of the workload were refused, so there is nothing to measure. {reasons[0]}")
+        raise UsageError(
+            "All requests of the workload were refused, so there is nothing to measure: set shorter lengths "
+            f"(--random-input-len, --random-output-len, --max-tokens) or raise the engine's limits. {reasons[0]}"
+        )
     return collector.result(max(clock() - float(workload.arrival_s[0]), 1e-9), slo)
 
 
@@ -217,8 +235,9 @@ def serve_alone(
     requests = (request for request in workload.requests(vocab_size) if int(request.request_id) in wanted)
     for outcome in simulation.run(requests):
         log.add(outcome.deltas)
+    answer_len = workload.answer_len
     for number in wanted:
-        num_tokens, expected = len(log.of(number)), int(workload.output_len[number])
+        num_tokens, expected = len(log.of(number)), int(answer_len[number])
         if num_tokens != expected:  # too little is easily equal
             raise ValidationFailedError(
                 f"Request {number} was streamed {num_tokens} tokens alone, not {expected}: please report this."
@@ -249,6 +268,7 @@ class Setup:
 
     label: str
     config: EngineConfig
+    settings: tuple[str, ...] = ()  # names of those that it was asked for with
 
     @staticmethod
     def parse(text: str, common: Mapping[str, Any], num_requests: int) -> "Setup":
@@ -257,21 +277,44 @@ class Setup:
         The queue takes all ``num_requests`` unless ``max_queue_size`` is set, so that nothing is refused by accident.
         """
         policy, _, rest = text.partition(":")
-        flags: dict[str, Any] = {"scheduler_policy": policy.strip()}
+        policy = policy.strip().lower().replace("-", "_")
+        if policy not in CAPACITY_POLICIES:
+            raise UsageError(f"'{text}': there is no policy '{policy}'{_instead(policy, CAPACITY_POLICIES)}")
+        flags: dict[str, Any] = {"scheduler_policy": policy}
         for part in filter(None, (part.strip() for part in rest.split(","))):
             name, equals, value = part.partition("=")
             if not equals:
                 raise UsageError(f"'{text}': write settings as name=value, not '{part}'.")
             name = name.strip().replace("-", "_")
+            name = ALIASES.get(name, name)
+            if name not in _ENGINE_FIELDS:
+                raise UsageError(f"'{text}': the engine has no setting '{name}'{_instead(name, _ENGINE_FIELDS)}")
             if name in flags:
                 raise UsageError(f"'{text}': {name} is given twice: leave one out.")
             flags[name] = value.strip()
-        resolved = resolve(ServeConfig, flags={**common, **flags})
-        foreign = [name for name, origin in resolved.origins.items() if origin == "flag" and name not in _ENGINE_FIELDS]
-        if foreign:
-            hint = did_you_mean(foreign[0], _ENGINE_FIELDS) or "."
-            raise UsageError(f"'{text}': {foreign[0]} is no setting of the engine{hint}")
-        config = resolved.config.engine
+        try:
+            resolved = resolve(ServeConfig, flags={**common, **flags})
+            config = resolved.config.engine
+        except UsageError as error:
+            raise UsageError(f"'{text}': {error}") from None
         if resolved.origins["max_queue_size"] != "flag":
             config = replace(config, max_queue_size=max(1, num_requests))
-        return Setup(text, config)
+        return Setup(text, config, tuple(flags))
+
+    def check_effect(self, workload: Workload, *, is_simulated: bool) -> None:
+        """Raise ``UsageError`` for a setting of its own that would change nothing there."""
+        useless = {"default_max_tokens": "every request of a workload declares a limit"}
+        if is_simulated:
+            useless |= dict.fromkeys(_HARDWARE_FIELDS, "a simulated machine has no CPU and no memory")
+        if len(set(workload.users)) < 2:
+            useless["queue_policy=wfq"] = "all requests have one user; name more in a --trace"
+        if len(set(workload.priority.tolist())) < 2:
+            useless["priority_ageing_s"] = "all requests have one priority; write others into a --trace"
+        for name, why in useless.items():
+            field, _, value = name.partition("=")
+            if field in self.settings and value in ("", getattr(self.config, field)):
+                raise UsageError(f"'{self.label}': {name} has no effect here, because {why}: leave it out.")
+
+
+def _instead(name: str, known: Collection[str]) -> str:
+    return did_you_mean(name, known) or f"; there are {', '.join(known)}."

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trtcb.cli.bench_options import check_writable
+from trtcb.cli.bench_options import check_writable, write_results
 from trtcb.cli.engine_flags import EngineFlags
 from trtcb.cli.flag_groups import with_flag_groups
 
@@ -19,21 +19,31 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of the random prompts.")]
 def bench_throughput(
     plan: PlanArgument,
     num_prompts: Annotated[int, typer.Option(help="Requests to answer.")] = 1000,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Output tokens of each; end tokens do not count.")] = 128,
+    input_len: Annotated[int, typer.Option("--input-len", "--random-input-len", help="Prompt tokens of each.")] = 128,
+    output_len: Annotated[
+        int,
+        typer.Option("--output-len", "--random-output-len", help="Output tokens of each; end tokens do not count."),
+    ] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths are uniform within +- this share.")] = 0.0,
-    prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts begin with, extra.")] = 0,
+    prefix_len: Annotated[
+        int, typer.Option("--prefix-len", "--random-prefix-len", help="Tokens that all prompts begin with, extra.")
+    ] = 0,
     seed: Seed = 0,
     output_json: OutputJson = None,
     *,
     engine: EngineFlags,
 ) -> None:
-    """Answer many requests at once; the flags are those of `vllm bench throughput`."""
+    """Answer many requests at once; flags are named as in `vllm bench throughput`."""
     from trtcb.bench.offline import measure_throughput
-    from trtcb.bench.workload import RandomWorkload
+    from trtcb.bench.workload import RandomWorkload, check_count
     from trtcb.cli.bench_progress import progress_bar
     from trtcb.executor.llm import LLM
+    from trtcb.executor.request import FinishReason
+    from trtcb.executor.stats import StepStats
 
+    check_count("--input-len", input_len, 1)
+    check_count("--output-len", output_len, 1)
+    check_count("--prefix-len", prefix_len, 0)
     source = RandomWorkload(
         num_prompts=num_prompts,
         random_input_len=input_len,
@@ -42,13 +52,24 @@ def bench_throughput(
         random_prefix_len=prefix_len,
     )
     check_writable(output_json)
-    with (
-        progress_bar("requests", num_prompts + 1) as advance,
-        LLM(plan, **engine.settings(plan), on_step=lambda stats: advance(len(stats.finished))) as llm,
-    ):
-        throughput = measure_throughput(llm, source, seed)
+    settings = _settings(engine, plan)
+    is_warm = False
+
+    def on_step(stats: StepStats) -> None:
+        if is_warm:
+            advance(
+                sum(request.reason is FinishReason.LENGTH for request in stats.finished)
+            )  # Ctrl-C aborts the others
+
+    def on_warm() -> None:
+        nonlocal is_warm
+        is_warm = True
+
+    with progress_bar("requests", num_prompts) as advance, LLM(plan, **settings, on_step=on_step) as llm:
+        throughput = measure_throughput(llm, source, seed, on_warm)
     print(throughput)
-    _write(output_json, throughput.to_json())
+    ran = {"plan": str(plan), "workload": str(source), "seed": seed, "engine": settings}
+    write_results(output_json, json.dumps({**throughput.to_json(), **ran}, indent=1) + "\n")
 
 
 @with_flag_groups
@@ -64,15 +85,18 @@ def bench_latency(
     *,
     engine: EngineFlags,
 ) -> None:
-    """Answer one batch again and again; the flags are those of `vllm bench latency`."""
+    """Answer one batch again and again; flags are named as in `vllm bench latency`."""
     from trtcb.bench.offline import measure_latency
-    from trtcb.bench.workload import RandomWorkload
+    from trtcb.bench.workload import RandomWorkload, check_count
     from trtcb.cli.bench_progress import progress_bar
     from trtcb.executor.llm import LLM
 
+    counts = {"--batch-size": batch_size, "--input-len": input_len, "--output-len": output_len}
+    for flag, count in counts.items():
+        check_count(flag, count, 1)
     batch = RandomWorkload(num_prompts=batch_size, random_input_len=input_len, random_output_len=output_len)
     check_writable(output_json)
-    settings = engine.settings(plan)
+    settings = _settings(engine, plan)
     with LLM(plan, **settings) as llm, progress_bar("batches", num_iters_warmup + num_iters) as advance:
         latencies = measure_latency(
             llm,
@@ -84,9 +108,13 @@ def bench_latency(
             on_iter=advance,
         )
     print(latencies)
-    _write(output_json, latencies.to_json())
+    ran = {"plan": str(plan), "workload": str(batch), "seed": seed, "engine": settings}
+    write_results(output_json, json.dumps({**latencies.to_json(), **ran}, indent=1) + "\n")
 
 
-def _write(file: Path | None, data: dict[str, Any]) -> None:
-    if file is not None:
-        file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+def _settings(engine: EngineFlags, plan: Path) -> dict[str, Any]:
+    from trtcb.errors import UsageError
+
+    if engine.default_max_tokens is not None:
+        raise UsageError("Every request here has a limit of its own: leave --default-max-tokens out.")
+    return engine.settings(plan)

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from trtcb.cli.bench_options import Goodput, WorkloadFlags, check_writable, parse_slo
+from trtcb.cli.bench_options import (
+    Goodput,
+    WorkloadFlags,
+    check_folder,
+    check_writable,
+    is_given,
+    parse_slo,
+    refuse_given,
+    write_results,
+)
 from trtcb.cli.flag_groups import with_flag_groups
 
 if TYPE_CHECKING:
@@ -50,6 +59,16 @@ class ServerFlags:
         """Base address of the server."""
         return self.base_url or f"http://{self.host}:{self.port}"
 
+    def check(self, context: typer.Context) -> None:
+        """Raise for an address that is none, and for one that is given twice."""
+        from trtcb.errors import UsageError
+
+        if self.base_url is not None:
+            refuse_given(context, "--base-url names the server", "host", "port")
+            if not self.base_url.startswith(("http://", "https://")):
+                host = self.base_url.split("://")[-1]
+                raise UsageError(f"--base-url '{self.base_url}' is no web address: write http://{host}.")
+
 
 @dataclass(frozen=True)
 class LoadFlags(WorkloadFlags):
@@ -79,17 +98,28 @@ class ResultFlags:
 
         return LoadReport(run, parse_slo(self.goodput), self._latencies(), self._percentiles())
 
-    def check(self) -> None:
+    @property
+    def is_saved(self) -> bool:
+        """Whether a file goes to ``result_dir``."""
+        return self.save_result or self.save_detailed or self.result_filename is not None
+
+    def check(self, context: typer.Context) -> None:
         """Raise for what could not be shown or written, before anything runs."""
         from trtcb.bench.http_load import LoadRun
 
         self.report(LoadRun((), 0, 0, 0.0))
-        check_writable(self.json_file, self.result_dir / "name" if self.save_result else None)
+        check_writable(self.json_file)
+        if not self.is_saved:
+            refuse_given(context, "Without --save-result no file is written there", "result_dir")
+            return
+        check_folder(self.result_dir, "--result-dir")
+        if self.result_filename is not None and self.result_dir.is_dir():
+            check_writable(self.result_dir / self.result_filename)
 
     def files(self, label: str) -> list[Path]:
         """Where the results go."""
         name = self.result_filename or f"{label}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-        saved = [self.result_dir / name] if self.save_result or self.save_detailed or self.result_filename else []
+        saved = [self.result_dir / name] if self.is_saved else []
         return saved if self.json_file is None else [*saved, self.json_file]
 
     def _latencies(self) -> tuple[str, ...]:
@@ -117,6 +147,7 @@ class ResultFlags:
 
 @with_flag_groups
 def bench_serve(
+    context: typer.Context,
     server: ServerFlags,
     request_rate: Annotated[
         float, typer.Option("--request-rate", "--rate", help="Requests a second; inf sends all at once.")
@@ -125,14 +156,19 @@ def bench_serve(
     workload: LoadFlags,
     results: ResultFlags,
 ) -> None:
-    """Load a running OpenAI-compatible server; the flags are those of `vllm bench serve`."""
+    """Load a running OpenAI-compatible server; flags are named as in `vllm bench serve`."""
     from dataclasses import replace
 
     from trtcb.errors import TrtcbError, UsageError
 
     if server.ignore_eos and workload.max_tokens is not None:
         raise UsageError("With --ignore-eos answers run to what they may: set --random-output-len, not --max-tokens.")
-    results.check()
+    if workload.max_tokens is not None:
+        why = "With --max-tokens the model decides where answers end"
+        refuse_given(context, why, "random_output_len", "output_len_cv")
+    server.check(context)
+    workload.check(context, has_rate=is_given(context, "request_rate") and request_rate < float("inf"))
+    results.check(context)
     drawn = replace(workload.source(request_rate).generate(workload.seed), max_concurrency=workload.max_concurrency)
     allow_connections(len(drawn) if workload.max_concurrency is None else workload.max_concurrency)
     outcome = asyncio.run(_load(server, drawn))
@@ -143,8 +179,8 @@ def bench_serve(
     shared = {"max_concurrency": workload.max_concurrency, "burstiness": workload.burstiness, "seed": workload.seed}
     data = {**settings, **shared, **report.to_json(is_detailed=results.save_detailed)}
     for file in results.files(f"trtcb-{request_rate:g}qps-{outcome.model.split('/')[-1]}"):
-        file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
-        print(f"wrote {file}", file=sys.stderr)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_results(file, json.dumps(data, indent=1) + "\n")
     if outcome.is_interrupted:
         print("interrupted: these are the requests that ended before", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)

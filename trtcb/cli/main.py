@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from trtcb import __version__
 from trtcb.cli.flag_groups import GroupedCommand
@@ -52,18 +53,32 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         command_line(arguments)(args=arguments, prog_name="trtcb")
     except TrtcbError as error:
         _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except (KeyboardInterrupt, _InterruptedError):
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         _fail(f"{place}{error.strerror or error}", 1)
     sys.exit(0)
 
 
+class _InterruptedError(Exception):
+    """Ctrl-C, under a name that Typer does not know: it would end the process without a word."""
+
+
+class _Root(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _InterruptedError from None
+
+
 def command_line(arguments: Sequence[str]) -> typer.Typer:
     """Build the parser for these arguments. Only the subcommand they name is imported; the others are known by name."""
     # Plain help: typer's rich help costs another 0.15 s of imports.
     app = typer.Typer(
+        cls=_Root,
         help="Build LLM engines ahead of time, and serve them with in-flight batching.",
         no_args_is_help=True,
         add_completion=False,
