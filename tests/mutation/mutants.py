@@ -42,6 +42,7 @@ TESTS = (
     "tests/unit/test_block_pool.py",
     "tests/unit/test_active_list.py",
     "tests/unit/test_scheduler.py",
+    "tests/unit/test_prefix_cache.py",
     "tests/unit/test_chunking.py",
     "tests/unit/test_policy_options.py",
     "tests/unit/test_siblings.py",
