@@ -12,7 +12,7 @@ from trtcb.cache import make_cache_root
 from trtcb.errors import TargetUnavailableError, UsageError
 from trtcb.plugins.cpu import isa
 from trtcb.plugins.cpu.kernels import KernelConfig
-from trtcb.plugins.cpu.specialize import cache_folder, compile_kernels, load_module, specialize
+from trtcb.plugins.cpu.specialize import cache_folder, compile_kernels, compile_launcher, load_module, specialize
 from trtcb.spec import KVDtype
 
 PLAN = {"TOKENS_PER_ITEM": 48}  # the smallest kernel source
@@ -110,6 +110,21 @@ def test_machine_code_is_kept_beside_the_source_and_used_again(monkeypatch, tmp_
     compile_kernels("kernel_plan", PLAN)
     assert cache_files(module) == files
     assert not (tmp_path / "ignored").exists()
+
+
+def test_a_process_loads_a_kernel_once():
+    [first], [again] = (list(compile_kernels("kernel_plan", PLAN).values()) for _ in range(2))
+    assert first is again
+    [other] = compile_kernels("kernel_plan", {"TOKENS_PER_ITEM": 8}).values()
+    assert other is not first
+    assert compile_launcher() is compile_launcher()
+
+
+def test_progress_names_a_kernel_that_is_loaded_already():
+    seen = []
+    for _ in range(2):
+        compile_kernels("kernel_plan", PLAN, seen.append)
+    assert seen == ["plan_attention"] * 2
 
 
 def test_a_damaged_cache_is_rebuilt(caplog):
