@@ -169,6 +169,20 @@ def test_an_old_cpu_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("features", "engine"),
+    [
+        ("+avx2,+fma", "whole_step"),
+        ("+avx2,-avx512f", "whole_step"),
+        ("+avx2,+avx512f", "portable"),
+        ("+neon", "whole_step"),
+    ],
+)
+def test_the_engine_of_auto_is_the_portable_one_with_avx512_alone(monkeypatch, features, engine):
+    monkeypatch.setattr(isa, "_target", lambda: ("", "", features))
+    assert isa.default_engine() == engine
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"head_dim": 40},
