@@ -50,8 +50,8 @@ def configure(num_threads: int | None = None) -> ThreadLayer:
         threads = min(threads, config.NUMBA_NUM_THREADS)
     if threads > config.NUMBA_NUM_THREADS:
         raise UsageError(
-            f"{threads} threads were asked for, but numba was started with {config.NUMBA_NUM_THREADS}, as the first engine "
-            "of this process or NUMBA_NUM_THREADS said: ask for no more, or start another process."
+            f"{threads} threads were asked for, but numba was started with {config.NUMBA_NUM_THREADS}, by the first "
+            "engine of this process or NUMBA_NUM_THREADS: ask for no more, or start another process."
         )
     name, note = _load_layer()
     if torch_first and _num_gomp_runtimes() > 1:
