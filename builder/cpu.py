@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trtcb.builder.checkpoint import Checkpoint
-    from trtcb.spec import ModelSpec
 
 _ROPE_TABLES = ("rope_cos", "rope_sin")
 
@@ -73,7 +72,7 @@ class CpuCompiler:
         compile_pack(on_progress)
         compile_linear(spec.vocab_size, spec.hidden_size, weights.table_dtype, on_progress=on_progress)
         if own_products or weights is WeightDtype.INT8:
-            for width, depth in _layer_shapes(spec):
+            for width, depth in spec.layer_shapes:
                 compile_linear(width, depth, weights.value, on_progress=on_progress)
                 if weights is WeightDtype.INT8:
                     compile_quantizer(depth, on_progress=on_progress)
@@ -81,16 +80,6 @@ class CpuCompiler:
             compile_step(on_progress)
         Sampler(spec.vocab_size, on_progress=on_progress)
         LogitEditor(spec.vocab_size, on_progress=on_progress)
-
-
-def _layer_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
-    """``[N, K]`` of every product of a layer, with the projections fused as the lowering does it."""
-    return {
-        (spec.q_size + 2 * spec.kv_size, spec.hidden_size),
-        (spec.hidden_size, spec.q_size),
-        (2 * spec.intermediate_size, spec.hidden_size),
-        (spec.hidden_size, spec.intermediate_size),
-    }
 
 
 class _WeightLoader:

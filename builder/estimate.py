@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from trtcb.memory import pool_memory
 from trtcb.plan_format import ITEM_BYTES
+from trtcb.plugins.cpu.quantized import row_bytes
 from trtcb.spec import BuildLimits, KVDtype, ModelSpec, WeightDtype
 
 # Tokenizer, graph, tables and padding: a few MB in every model seen (SmolLM2 3.5 MB, Llama 3 17 MB).
@@ -48,7 +49,7 @@ def estimate(
     """Estimate a build of ``spec``. Without ``kv_memory_bytes`` the pool gets what the fraction leaves."""
     rope_bytes = limits.max_seq_len * spec.head_dim * 4
     weight_bytes = _weight_bytes(spec, weight_dtype) + rope_bytes
-    activation_bytes = _activation_bytes(spec, limits)
+    activation_bytes = _activation_bytes(spec, weight_dtype, limits)
     per_token = spec.kv_bytes_per_token(kv_dtype)
     block_bytes = per_token * limits.block_size
     if kv_memory_bytes is None:
@@ -73,11 +74,18 @@ def estimate(
 
 def _weight_bytes(spec: ModelSpec, weight_dtype: WeightDtype) -> int:
     tables = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+    norms = (2 * spec.num_layers + 1) * spec.hidden_size
+    outputs = spec.q_size + 2 * spec.kv_size + 2 * spec.hidden_size + 2 * spec.intermediate_size
+    scales = spec.num_layers * outputs if weight_dtype is WeightDtype.INT8 else 0
     layer_item, table_item = (ITEM_BYTES[name] for name in (weight_dtype.value, weight_dtype.table_dtype))
-    return (spec.num_params - tables) * layer_item + tables * table_item
+    return (spec.num_params - tables - norms) * layer_item + tables * table_item + (norms + scales) * 4
 
 
-def _activation_bytes(spec: ModelSpec, limits: BuildLimits) -> int:
+def _activation_bytes(spec: ModelSpec, weight_dtype: WeightDtype, limits: BuildLimits) -> int:
     # Per token: the fp32 residual and delta, one hidden row, qkv, query and context, gate|up and their product.
     width = 3 * spec.hidden_size + 3 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size
-    return limits.max_num_tokens * width * 4 + limits.max_batch_size * spec.vocab_size * 4
+    token = width * 4
+    if weight_dtype is WeightDtype.INT8:
+        token += sum(row_bytes(inner) for inner in (spec.hidden_size, spec.q_size, spec.intermediate_size))
+    # Per row of logits: its residual and hidden row as well.
+    return limits.max_num_tokens * token + limits.max_batch_size * (spec.vocab_size + 2 * spec.hidden_size) * 4

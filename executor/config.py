@@ -26,7 +26,8 @@ class EngineConfig:
     ``queue_policy="fcfs"`` is upstream's order: higher ``Request.priority`` first, ties by arrival. The pool is sized
     by ``num_blocks``, else by ``kv_memory_bytes``, else by what ``kv_memory_fraction`` of the free memory leaves beside
     the weights. ``max_queue_size`` counts requests that were never started. ``default_max_tokens`` stands in for an
-    omitted ``max_tokens``.
+    omitted ``max_tokens``. ``cpu_engine`` chooses what runs a ``cpu`` plan, see
+    :class:`~trtcb.executor.cpu_runtime.CpuRuntime`.
 
     ``scheduler_policy`` may also be a policy of your own, an object with ``select``. Options beyond upstream, each off
     by default (``docs/policies.md``): ``watermark``, the share of the pool that stays free when a request starts;

@@ -18,14 +18,16 @@ class PrefixCache:
             self._extend_chain(seq, self._num_reusable(seq))
 
     def match(self, seq: Sequence) -> list[int]:
-        """Find cached blocks that hold the beginning of ``seq``, which is hashed, but not its last token.
+        """Find cached blocks that hold the beginning of ``seq``, but not its last token: its logits are wanted.
 
-        That one's logits are wanted.
+        Tokens may have been drawn since it was hashed, the first ones while its prompt's last step is still in flight.
         """
         blocks: list[int] = []
         if not self.enabled:
             return blocks
-        for key in seq.keys[: self._num_reusable(seq)]:
+        num_reusable = self._num_reusable(seq)
+        self._extend_chain(seq, num_reusable)
+        for key in seq.keys[:num_reusable]:
             block = self._pool.lookup(key)
             if block is None:
                 break

@@ -26,6 +26,19 @@ MAX_ATTRIBUTE = 4096  # a layer's number; an epsilon is far below
 Kind = tuple[int, str]  # width and type of a value
 Weight = tuple[tuple[int, ...], str]  # shape and type of a tensor
 
+_ROWS = frozenset({"rms_norm", "add_rms_norm", "paged_attention", "swiglu"})
+_SOURCES: Mapping[str, tuple[frozenset[str], ...]] = {
+    "rms_norm": (frozenset({"embedding", "gather_rows"}),),
+    "add_rms_norm": (frozenset({"embedding"}), frozenset({"linear"})),
+    "quantize": (_ROWS,),
+    "linear": (_ROWS | {"quantize"},),
+    "rope_kv_write": (frozenset({"linear"}),),
+    "paged_attention": (frozenset({"rope_kv_write"}),),
+    "swiglu": (frozenset({"linear"}),),
+    "gather_rows": (frozenset({"embedding"}), frozenset({"linear"})),
+}
+"""What may have written an operator's inputs: an engine may keep products elsewhere than all other values."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
@@ -56,23 +69,26 @@ def check_program(program: Program, header: PlanHeader, tensors: Mapping[str, Te
     values = {value.name: value for value in program.values}
     if len(values) != len(program.values):
         raise _fault("two values have the same name")
-    written: set[str] = set()
+    writers: dict[str, str] = {}
     layers: dict[str, list[int]] = {"rope_kv_write": [], "paged_attention": []}
     for index, call in enumerate(program.calls):
         where = f"call {index} ({call.op!r})"
         if not {*call.inputs, *call.outputs} <= values.keys() or len(call.outputs) != 1:
             raise _fault(f"{where} names a value that the program does not have")
-        if not written.issuperset(call.inputs):
+        if not writers.keys() >= set(call.inputs):
             raise _fault(f"{where} reads a value before it is written")
-        written.add(call.outputs[0])
         signature = _sized(call, values, header) if call.op in ("linear", "quantize") else signatures.get(call.op)
         if signature is None:
-            raise _fault(f"{where} is not an operator of this version")
+            raise _fault(f"{where} is not an operator of this version, or not of these widths")
         _check_call(where, call, signature, values, tensors)
+        _check_writers(where, call, writers)
+        writers[call.outputs[0]] = call.op
         if call.op in layers:
             layers[call.op].append(int(call.attributes["layer"]))
     if any(found != list(range(header.model.num_layers)) for found in layers.values()):
         raise _fault("the layers are not each written and attended to once, in order")
+    if writers.keys() != values.keys():
+        raise _fault("it has a value that no call writes")
     last = values.get("logits")
     if last != Value("logits", "logits", header.model.vocab_size, "fp32") or program.calls[-1].outputs != ("logits",):
         raise _fault("it does not end in the logits of the model")
@@ -99,21 +115,25 @@ def _signatures(header: PlanHeader) -> dict[str, _Signature]:
     }
 
 
-def _sized(call: Call, values: Mapping[str, Value], header: PlanHeader) -> _Signature:
-    """The operators of any width."""
-    weights = WeightDtype(header.weight_dtype)
+def _sized(call: Call, values: Mapping[str, Value], header: PlanHeader) -> _Signature | None:
+    """The operators of several widths; None for widths that no layer of the model has."""
+    model, weights = header.model, WeightDtype(header.weight_dtype)
     width = values[call.inputs[0]].width if call.inputs else 0
     out = values[call.outputs[0]]
     if call.op == "quantize":
-        return _Signature(((width, "fp32"),), (width, "int8"))
+        if width not in (model.hidden_size, model.q_size, model.intermediate_size):
+            return None
+        return _Signature(((width, "fp32"),), (width, "int8"), rows="tokens")
     if out.name == "logits":
         table: Weight = ((out.width, width), weights.table_dtype)
-        return _Signature(((width, weights.activation_dtype),), (out.width, "fp32"), (table,))
+        return _Signature(((model.hidden_size, weights.activation_dtype),), (out.width, "fp32"), (table,))
+    if (out.width, width) not in model.layer_shapes:
+        return None
     if weights is WeightDtype.INT8:
         scaled: tuple[Weight, ...] = (((out.width, width), "int8"), ((out.width,), "fp32"))
-        return _Signature(((width, "int8"),), (out.width, "fp32"), scaled)
+        return _Signature(((width, "int8"),), (out.width, "fp32"), scaled, rows="tokens")
     weight: Weight = ((out.width, width), weights.value)
-    return _Signature(((width, weights.value),), (out.width, weights.value), (weight,))
+    return _Signature(((width, weights.value),), (out.width, weights.value), (weight,), rows="tokens")
 
 
 def _check_call(
@@ -139,6 +159,15 @@ def _check_call(
     for number in call.attributes.values():
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < MAX_ATTRIBUTE:
             raise _fault(f"{where} has an attribute that is not a number from 0 to {MAX_ATTRIBUTE}")
+
+
+def _check_writers(where: str, call: Call, writers: Mapping[str, str]) -> None:
+    sources = _SOURCES.get(call.op, ())
+    if any(writers[name] not in source for name, source in zip(call.inputs, sources, strict=True)):
+        raise _fault(f"{where} reads what another operator wrote than in the model")
+    out = call.outputs[0]
+    if out in writers and (writers[out] == "linear") != (call.op == "linear"):
+        raise _fault(f"{where} shares its output with an operator of another kind")
 
 
 def _fault(what: str) -> PlanError:

@@ -110,6 +110,18 @@ class ModelSpec:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def layer_shapes(self) -> frozenset[tuple[int, int]]:
+        """``[N, K]`` of every product of a layer, with the projections of one input fused."""
+        return frozenset(
+            {
+                (self.q_size + 2 * self.kv_size, self.hidden_size),
+                (self.hidden_size, self.q_size),
+                (2 * self.intermediate_size, self.hidden_size),
+                (self.hidden_size, self.intermediate_size),
+            }
+        )
+
+    @property
     def num_params(self) -> int:
         """Weights, with a tied head counted once."""
         layer = self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.intermediate_size + 2)

@@ -49,7 +49,8 @@ class DotSpec:
     @property
     def symbol(self) -> str:
         """Name of the function in a module."""
-        return f"dot_{self.rows}x{self.vectors}_{self.depth}_{self.c_stride}_{self.prefetch_bytes}"
+        strides = f"{self.a_stride}_{self.scale_offset}_{self.c_stride}"
+        return f"dot_{self.rows}x{self.vectors}_{self.depth}_{strides}_{self.prefetch_bytes}"
 
 
 def define_dot_tile(spec: DotSpec) -> Callable[[int, int, int, int, int], None]:

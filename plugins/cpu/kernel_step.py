@@ -2,8 +2,8 @@
 
 All calls of a step run inside one parallel region: to start and end one costs microseconds, and a step has hundreds of
 calls. Each is cut into parts that threads claim, and it is over when all its parts are done, not when all threads have
-come: one that the system keeps waiting delays a step by no more than the part it was in. With one thread alone, all the
-work is done by that.
+come: one that the system keeps waiting delays a call by no more than the part it was in. Only at the end of the step do
+all meet, once. With one thread alone, all the work is done by that.
 """
 
 from trtcb.plugins.cpu.simd import call_kernel, fetch_add, jit, load_acquire, pause, read_i64

@@ -6,7 +6,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from trtcb.errors import UsageError
 from trtcb.plugins.cpu.isa import panel_columns, product_rows
+from trtcb.plugins.cpu.quantized import MAX_DEPTH
 from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher
 
 
@@ -54,7 +56,14 @@ class PackedLinear:
 
 
 def compile_linear(width: int, depth: int, weights: str, *, on_progress: Progress | None = None) -> Any:
-    """Compile the kernel for a shape and type of weights, or load it from the user's cache."""
+    """Compile the kernel for a shape and type of weights, or load it from the user's cache.
+
+    Raises ``UsageError`` for int8 weights whose sums could overflow: no model is that wide.
+    """
+    if weights == "int8" and depth > MAX_DEPTH:
+        raise UsageError(
+            f"Int8 products add at most {MAX_DEPTH:,} elements, and this model has {depth:,}: use --weight-dtype bf16."
+        )
     constants = {
         "DEPTH": depth,
         "WIDTH": width,

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_ROTATION = 64
+MAX_DEPTH = (1 << 31) // 127**2  # of a product whose sum of codes fits 32 bits
 SCALE_BYTES = 32  # behind a row's codes: an fp32 scale, and padding
 
 Float32 = npt.NDArray[np.float32]
@@ -44,8 +45,12 @@ def rotate(rows: npt.NDArray[Any]) -> Float32:
 
 
 def quantize(rows: Float32) -> tuple[npt.NDArray[np.int8], Float32]:
-    """Codes ``[N, K]`` and scales ``[N]`` of rows that are rotated already."""
+    """Codes ``[N, K]`` and scales ``[N]`` of rows that are rotated already.
+
+    A row that is not finite gets a scale that is not either.
+    """
     peak = np.abs(rows).max(axis=-1)
-    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
-    codes = np.clip(np.rint(rows * inverse[..., None]), -127, 127).astype(np.int8)
+    with np.errstate(over="ignore", invalid="ignore"):  # the peak is below 1e-36, or no number
+        inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
+        codes = np.nan_to_num(np.clip(np.rint(rows * inverse[..., None]), -127, 127)).astype(np.int8)
     return codes, (peak / np.float32(127)).astype(np.float32)

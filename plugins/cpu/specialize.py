@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,9 +83,15 @@ def specialize(source: str, constants: Mapping[str, object]) -> str:
 
 
 def _key(text: str) -> str:
-    parts = [text, *(path.read_text() for path in sorted(SOURCE_FOLDER.glob("*.py")))]
-    parts += [numba.__version__, llvmlite.__version__, platform.python_version(), *isa_fingerprint().values()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    return hashlib.sha256("\0".join([text, *_surroundings()]).encode()).hexdigest()[:20]
+
+
+@cache  # an engine asks some hundred times
+def _surroundings() -> tuple[str, ...]:
+    """All that compiled code depends on beside its own source."""
+    sources = [path.read_text() for path in sorted(SOURCE_FOLDER.glob("*.py"))]
+    versions = [numba.__version__, llvmlite.__version__, platform.python_version()]
+    return (*sources, *versions, *isa_fingerprint().values())
 
 
 def load_module(source: str, constants: Mapping[str, object]) -> ModuleType:
@@ -146,22 +152,32 @@ def compile_kernels(
 ) -> dict[str, Any]:
     """Return the kernels of a source by name: objects with an ``address``, to be kept as long as that is in use.
 
-    ``on_progress`` gets each kernel's name before it is compiled (or loaded, in a few milliseconds).
+    ``on_progress`` gets each kernel's name before it is compiled (or loaded, in a few milliseconds). A process loads
+    each once: a model has a product of the same shape in every layer, and numba never lets go of machine code.
     """
     module = load_module(source, constants)
-    kernels: dict[str, Any] = {}
+    kernels = _loaded(module)
     for function in module.KERNELS:
         if on_progress is not None:
             on_progress(function.__name__)
-        decorate = cfunc(KERNEL_SIGNATURE, cache=True, **JIT_OPTIONS)
-        kernels[function.__name__] = _compile(module, partial(decorate, function))
+        if function.__name__ not in kernels:
+            decorate = cfunc(KERNEL_SIGNATURE, cache=True, **JIT_OPTIONS)
+            kernels[function.__name__] = _compile(module, partial(decorate, function))
     return kernels
 
 
 def compile_launcher() -> Callable[..., None]:
     """``launch(kernel_address, parts, *12 ints)``, see ``kernel_launch.py``."""
     module = load_module("kernel_launch", {})
-    signature = types.void(*[types.int64] * 14)
-    decorate: Any = njit(signature, cache=True, **JIT_OPTIONS)
-    launcher: Callable[..., None] = _compile(module, partial(decorate, module.launch))
+    loaded = _loaded(module)
+    if "launch" not in loaded:
+        decorate: Any = njit(types.void(*[types.int64] * 14), cache=True, **JIT_OPTIONS)
+        loaded["launch"] = _compile(module, partial(decorate, module.launch))
+    launcher: Callable[..., None] = loaded["launch"]
     return launcher
+
+
+def _loaded(module: ModuleType) -> dict[str, Any]:
+    """Machine code of a specialisation by function, which lives as long as its module: to the end of the process."""
+    loaded: dict[str, Any] = module.__dict__.setdefault("__loaded__", {})
+    return loaded

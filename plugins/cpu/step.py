@@ -50,9 +50,7 @@ class StepFunction:
         module = load_module("kernel_step", {})
         words, first = module.ROW_WORDS, module.FIRST_ARGUMENT
         self._memory = np.zeros((len(calls) + 1) * words, np.int64)
-        start = (
-            -self._memory.ctypes.data % 64 // 8
-        )  # a row's counters and its arguments are on cache lines of their own
+        start = -self._memory.ctypes.data % 64 // 8  # parts are counted on another cache line than arguments are read
         self._table = self._memory[start : start + len(calls) * words].reshape(len(calls), words)
         places: dict[StepWord, list[int]] = {word: [] for word in StepWord}
         for index, call in enumerate(calls):

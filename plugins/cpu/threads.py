@@ -27,9 +27,9 @@ class ThreadLayer:
 def configure(num_threads: int | None = None) -> ThreadLayer:
     """Choose the threading layer and number of threads; call it at the start, **before torch or numba is imported**.
 
-    ``num_threads`` defaults to the CPUs this process may use. The choice is the whole process's (numba and OpenMP
-    allow no other): later, the number can only be lowered, and for the calling thread alone. ``UsageError`` if there
-    are fewer CPUs than asked for.
+    ``num_threads`` defaults to the CPUs this process may use, or to fewer if numba was started with fewer. The choice
+    is the whole process's (numba and OpenMP allow no other): later, the number can only be lowered, and for the calling
+    thread alone. ``UsageError`` if there are fewer CPUs than asked for.
 
     Sets ``NUMBA_NUM_THREADS`` for this process, and ``GOMP_SPINCOUNT`` unless a wait policy is set: idle threads spin
     for some microseconds, the best compromise between the latency of a small step and a core shared with the server.
@@ -46,8 +46,13 @@ def configure(num_threads: int | None = None) -> ThreadLayer:
     import numba
 
     config: Any = numba.config
+    if num_threads is None:
+        threads = min(threads, config.NUMBA_NUM_THREADS)
     if threads > config.NUMBA_NUM_THREADS:
-        raise UsageError(f"{threads} threads were asked for, but numba was started with {config.NUMBA_NUM_THREADS}.")
+        raise UsageError(
+            f"{threads} threads were asked for, but numba was started with {config.NUMBA_NUM_THREADS}, by the first "
+            "engine of this process or NUMBA_NUM_THREADS: ask for no more, or start another process."
+        )
     name, note = _load_layer()
     if torch_first and _num_gomp_runtimes() > 1:
         note = "torch was imported first and brought a second OpenMP runtime; call threads.configure() earlier"

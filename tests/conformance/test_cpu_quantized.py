@@ -1,11 +1,17 @@
 """Int8 products: rotation, codes and sums against numpy, bit by bit where nothing is left to the order of sums."""
 
+import warnings
+
 import numpy as np
 import pytest
+from numba import cfunc
 
-from trtcb.plugins.cpu import quantized
-from trtcb.plugins.cpu.linear import PackedLinear
+from trtcb.errors import UsageError
+from trtcb.plugins.cpu import dot_tile, quantized
+from trtcb.plugins.cpu.linear import PackedLinear, compile_linear, pack_panels
 from trtcb.plugins.cpu.quantizer import Quantizer
+from trtcb.plugins.cpu.simd import JIT_OPTIONS
+from trtcb.plugins.cpu.specialize import KERNEL_SIGNATURE
 
 
 def quantize(x: np.ndarray) -> np.ndarray:
@@ -95,3 +101,47 @@ def test_the_largest_codes_do_not_overflow():
     PackedLinear(weight, np.ones(16, np.float32)).multiply(rows.ctypes.data, out.ctypes.data, 1)
     _, scales = unpacked(rows, depth)
     assert (out == np.float32(-127 * 127 * depth) * scales[0]).all()
+
+
+@pytest.mark.parametrize("has_avx2", [False, True])
+def test_other_instructions_have_the_same_bits(monkeypatch, has_avx2):
+    if has_avx2 and not dot_tile.has_feature("avx2"):
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setattr(dot_tile, "has_feature", lambda _: has_avx2)
+    depth, width = 64, 16
+    rng = np.random.default_rng(3)
+    codes = rng.integers(-127, 128, size=(width, depth)).astype(np.int8)
+    scale = rng.random(width).astype(np.float32)
+    rows = quantize(rng.normal(size=(3, depth)).astype(np.float32))
+    stride = quantized.row_bytes(depth)
+    tile = dot_tile.define_dot_tile(dot_tile.DotSpec(3, 1, depth, stride, 2 * depth, width))
+
+    @cfunc(KERNEL_SIGNATURE, **JIT_OPTIONS)
+    def run(a, b, c):
+        tile(a, b, c, 64, b)
+
+    panels, out = pack_panels(codes, scale, width, 1), np.zeros((3, width), np.float32)
+    run.ctypes(rows.ctypes.data, panels.ctypes.data, out.ctypes.data)
+    x_codes, x_scale = unpacked(rows, depth)
+    sums = (x_codes.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
+    assert np.array_equal(out, sums * scale * x_scale[:, None])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e-40])
+def test_weights_of_any_number_are_rounded_without_a_warning(bad):
+    weight = np.ones((3, 64), np.float32)
+    weight[1] = 0
+    weight[1, 5] = bad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        codes, scale = quantized.quantize(weight)
+    assert (np.abs(codes.astype(int)) <= 127).all()
+    assert np.isfinite(scale[1]) == np.isfinite(bad)
+    assert np.isfinite(scale[[0, 2]]).all()
+    assert not codes[1, :5].any()  # whatever the machine makes of a number that is none
+
+
+def test_a_product_that_could_overflow_is_refused():
+    assert 127 * 127 * quantized.MAX_DEPTH < 1 << 31 <= 127 * 127 * (quantized.MAX_DEPTH + 1)
+    with pytest.raises(UsageError, match="use --weight-dtype bf16"):
+        compile_linear(16, quantized.MAX_DEPTH + 16, "int8")

@@ -67,6 +67,24 @@ def test_steps_equal_the_graph_in_onnxruntime(tmp_path, engine, kv_dtype, tolera
     assert worst <= tolerance * scale
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_weights_are_near_fp32_and_the_same_bits_in_both_engines(tmp_path, tied, sequences, tables):
+    spec = dataclasses.replace(SPEC, tie_embeddings=tied)
+    exact = cpu_runner(tmp_path, "whole_step", WeightDtype.FP32, KVDtype.FP32, spec)
+    expected = run_packed(exact, sequences, tables, PACKING)
+    found = [
+        run_packed(
+            cpu_runner(tmp_path, engine, WeightDtype.INT8, KVDtype.FP32, spec),
+            *(sequences, tables, PACKING),
+        )
+        for engine in ENGINES
+    ]
+    scale = max(float(np.abs(logits).max()) for logits in expected.values())
+    worst = max(float(np.abs(found[0][key] - expected[key]).max()) for key in expected)
+    assert 0 < worst <= 0.06 * scale  # a scale of another row would be off by 0.5 and more
+    assert all(np.array_equal(found[0][key], found[1][key]) for key in expected)
+
+
 @pytest.mark.parametrize("kv_dtype", KVDtype)
 @pytest.mark.parametrize("weight_dtype", WeightDtype)
 @pytest.mark.parametrize("engine", ENGINES)

@@ -119,6 +119,12 @@ def test_types_follow_the_checkpoint() -> None:
     fixed = BuildConfig(model="x", weight_dtype="fp32", kv_dtype="fp8")
     assert (fixed.weight_type("bf16"), fixed.kv_type("bf16")) == (WeightDtype.FP32, KVDtype.FP8)
     assert BuildConfig(model="x", weight_dtype="fp32").kv_type("bf16") is KVDtype.FP32
+    assert BuildConfig(model="x", weight_dtype="int8").kv_type("fp32") is KVDtype.BF16
+
+
+@pytest.mark.parametrize("name", ["whole_step", "Whole-Step", "WHOLE_STEP"])
+def test_a_choice_may_be_written_in_capitals_and_with_hyphens(name) -> None:
+    assert ServeConfig(cpu_engine=name).engine.cpu_engine == "whole_step"
 
 
 def test_limits() -> None:

@@ -1,8 +1,16 @@
 import dataclasses
+import json
+import math
 
 import pytest
 
+from trtcb.builder.compiler import CompileOptions
+from trtcb.builder.cpu import CpuCompiler
 from trtcb.builder.estimate import estimate
+from trtcb.builder.random_weights import RandomCheckpoint
+from trtcb.plan_format import ITEM_BYTES
+from trtcb.plugins.cpu.quantized import row_bytes
+from trtcb.program import Program
 from trtcb.spec import BuildLimits, KVDtype, ModelSpec, WeightDtype
 
 LLAMA_2_7B = ModelSpec("llama-2-7b", 4096, 11008, 32, 32, 32, 128, 32000, 4096)
@@ -18,7 +26,8 @@ def of(spec: ModelSpec, kv: KVDtype, **changes: object):
 def test_llama_2_7b() -> None:
     fp16 = of(LLAMA_2_7B, KVDtype.FP16, kv_memory_bytes=16 * GIB)
     assert fp16.num_params == 6_738_415_616
-    assert fp16.weight_bytes == 13_476_831_232 + 4096 * 128 * 4  # weights and rotary tables
+    norms = (2 * 32 + 1) * 4096 * 2  # are fp32, twice the size
+    assert fp16.weight_bytes == 13_476_831_232 + norms + 4096 * 128 * 4  # weights and rotary tables
     assert fp16.kv_bytes_per_token == 524_288
     assert fp16.kv_share_of_fp16 == 1.0
     assert fp16.block_bytes == 16 << 20
@@ -58,3 +67,20 @@ def test_a_sequence_that_is_no_multiple_of_a_block_needs_a_whole_one() -> None:
     limits = dataclasses.replace(BuildLimits(), max_seq_len=33)
     block = 524_288 * 32
     assert of(LLAMA_2_7B, KVDtype.FP16, limits=limits, kv_memory_bytes=3 * block).num_sequences == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("weight_dtype", WeightDtype)
+def test_weights_and_activations_are_those_of_the_plan(weight_dtype: WeightDtype, tied: bool) -> None:
+    spec = ModelSpec("tiny", 80, 112, 3, 4, 2, 32, 250, 128, tie_embeddings=tied)
+    limits = BuildLimits(max_batch_size=5, max_num_tokens=48, max_seq_len=96)
+    options = CompileOptions(weight_dtype, KVDtype.FP8, limits)
+    compiled = CpuCompiler().compile(RandomCheckpoint(spec, seed=0), options)
+    found = of(spec, KVDtype.FP8, weight_dtype=weight_dtype, limits=limits)
+    assert found.weight_bytes == sum(math.prod(t.shape) * ITEM_BYTES[t.dtype] for t in compiled.tensors)
+    [program] = [section for section in compiled.sections if section.name == "program"]
+    values = Program.from_json(json.loads(b"".join(program.chunks()))).values
+    arrays = {"tokens": 48, "logits": 5}
+    assert found.activation_bytes == sum(
+        arrays[v.rows] * (row_bytes(v.width) if v.dtype == "int8" else 4 * v.width) for v in values
+    )

@@ -12,7 +12,7 @@ from trtcb.cache import make_cache_root
 from trtcb.errors import TargetUnavailableError, UsageError
 from trtcb.plugins.cpu import isa
 from trtcb.plugins.cpu.kernels import KernelConfig
-from trtcb.plugins.cpu.specialize import cache_folder, compile_kernels, load_module, specialize
+from trtcb.plugins.cpu.specialize import cache_folder, compile_kernels, compile_launcher, load_module, specialize
 from trtcb.spec import KVDtype
 
 PLAN = {"TOKENS_PER_ITEM": 48}  # the smallest kernel source
@@ -112,6 +112,21 @@ def test_machine_code_is_kept_beside_the_source_and_used_again(monkeypatch, tmp_
     assert not (tmp_path / "ignored").exists()
 
 
+def test_a_process_loads_a_kernel_once():
+    [first], [again] = (list(compile_kernels("kernel_plan", PLAN).values()) for _ in range(2))
+    assert first is again
+    [other] = compile_kernels("kernel_plan", {"TOKENS_PER_ITEM": 8}).values()
+    assert other is not first
+    assert compile_launcher() is compile_launcher()
+
+
+def test_progress_names_a_kernel_that_is_loaded_already():
+    seen = []
+    for _ in range(2):
+        compile_kernels("kernel_plan", PLAN, seen.append)
+    assert seen == ["plan_attention"] * 2
+
+
 def test_a_damaged_cache_is_rebuilt(caplog):
     compile_kernels("kernel_plan", PLAN)
     module = load_module("kernel_plan", PLAN)
@@ -151,6 +166,20 @@ def test_an_old_cpu_is_refused(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     with pytest.raises(TargetUnavailableError, match="F16C"):
         isa.check_supported()
+
+
+@pytest.mark.parametrize(
+    ("features", "engine"),
+    [
+        ("+avx2,+fma", "whole_step"),
+        ("+avx2,-avx512f", "whole_step"),
+        ("+avx2,+avx512f", "portable"),
+        ("+neon", "whole_step"),
+    ],
+)
+def test_the_engine_of_auto_is_the_portable_one_with_avx512_alone(monkeypatch, features, engine):
+    monkeypatch.setattr(isa, "_target", lambda: ("", "", features))
+    assert isa.default_engine() == engine
 
 
 @pytest.mark.parametrize(

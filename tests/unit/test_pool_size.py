@@ -6,7 +6,7 @@ import pytest
 
 from trtcb.errors import OutOfMemoryError
 from trtcb.executor import open_runtime
-from trtcb.executor.config import EngineConfig
+from trtcb.executor.config import CPU_ENGINES, EngineConfig
 from trtcb.spec import KVDtype, ModelSpec
 
 SPEC = ModelSpec("tiny", 64, 128, 2, 4, 2, 32, 256, 4096)
@@ -42,3 +42,11 @@ def test_the_pool_is_what_was_asked_for(free, settings, blocks):
 def test_a_pool_that_cannot_be_is_refused(free, settings):
     with pytest.raises(OutOfMemoryError):
         open_runtime.pool_blocks(PLAN, EngineConfig(**settings))
+
+
+@pytest.mark.parametrize("engine", CPU_ENGINES)
+def test_the_runtime_gets_the_engine_that_was_chosen(monkeypatch, free, engine):
+    monkeypatch.setattr("trtcb.executor.cpu_runtime.CpuRuntime", lambda plan, **settings: settings)
+    PLAN.header.target = "cpu"
+    settings = open_runtime.open_runtime(PLAN, EngineConfig(num_blocks=2, threads=1, cpu_engine=engine))
+    assert (settings["engine"], settings["num_threads"], settings["num_blocks"]) == (engine, 1, 2)

@@ -1,7 +1,7 @@
 """A call list that lies is refused before a kernel can follow it out of bounds."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +19,20 @@ SPEC = ModelSpec("tiny", 64, 128, 2, 4, 2, 16, 256, 128)
 HEADER = PlanHeader("cpu", {}, SPEC, "bf16", KVDtype.FP8, BuildLimits(max_seq_len=128), {}, {})
 
 
-def compiled() -> tuple[Program, dict[str, TensorInfo]]:
-    graph = build_graph(SPEC, dtype="bf16", kv_dtype=KVDtype.FP8, block_size=32, max_positions=128)
+def compiled(weight_dtype: WeightDtype) -> tuple[Program, dict[str, TensorInfo]]:
+    graph = build_graph(SPEC, dtype=weight_dtype.table_dtype, kv_dtype=KVDtype.FP8, block_size=32, max_positions=128)
     shapes = {t.name: tuple(t.dims) for t in graph.graph.initializer}
-    lowered = lower(graph, SPEC, WeightDtype.BF16)
+    lowered = lower(graph, SPEC, weight_dtype)
     tensors = {}
     for recipe in lowered.weights:
         parts = [shapes[part] for part in recipe.parts]
-        shape = (sum(part[0] for part in parts), *parts[0][1:])
+        num_rows = sum(part[0] for part in parts)
+        shape = (num_rows,) if recipe.is_scale else (num_rows, *parts[0][1:])
         tensors[recipe.name] = TensorInfo(recipe.name, recipe.dtype, shape, 0)
     return lowered.program, tensors
 
 
-PROGRAM, TENSORS = compiled()
+PROGRAM, TENSORS = compiled(WeightDtype.BF16)
 
 
 def index_of(op: str) -> int:
@@ -48,8 +49,10 @@ def with_value(name: str, **changes: Any) -> Program:
     return replace(PROGRAM, values=tuple(replace(v, **changes) if v.name == name else v for v in PROGRAM.values))
 
 
-def test_what_the_compiler_makes_is_accepted():
-    check_program(PROGRAM, HEADER, TENSORS)
+@pytest.mark.parametrize("weight_dtype", WeightDtype)
+def test_what_the_compiler_makes_is_accepted(weight_dtype):
+    program, tensors = compiled(weight_dtype)
+    check_program(program, replace(HEADER, weight_dtype=weight_dtype.value), tensors)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +93,99 @@ def test_what_the_compiler_makes_is_accepted():
         replace(PROGRAM, calls=()),
         replace(PROGRAM, calls=PROGRAM.calls[1:]),
         replace(PROGRAM, values=(*PROGRAM.values, Value("logits", "logits", 1, "fp32"))),
+        replace(PROGRAM, values=(*PROGRAM.values, Value("unused", "tokens", 1 << 50, "bf16"))),
+        replace(PROGRAM, values=(*PROGRAM.values, Value("unused", "tokens", 1, "fp99"))),
         replace(PROGRAM, calls=(*PROGRAM.calls, Call("swiglu", ("gate_up",), ("activated",)))),
     ],
 )
 def test_a_lie_is_refused(program):
     with pytest.raises(PlanError, match="rebuild"):
         check_program(program, HEADER, TENSORS)
+
+
+def added(program: Program, after: str, calls: Sequence[Call], values: Sequence[Value]) -> Program:
+    """``program`` with calls behind the first one that writes ``after``."""
+    at = 1 + next(i for i, call in enumerate(program.calls) if call.outputs == (after,))
+    return Program((*program.calls[:at], *calls, *program.calls[at:]), (*program.values, *values))
+
+
+INT8_LIES = [
+    pytest.param(
+        [Call("quantize", ("logit_rows",), ("new",))], [Value("new", "logits", 64, "int8")], id="logits' rows"
+    ),
+    pytest.param([Call("quantize", ("logit_rows",), ("new",))], [Value("new", "tokens", 64, "int8")], id="mixed rows"),
+    pytest.param([Call("quantize", ("context",), ("new",))], [Value("new", "tokens", 64, "fp32")], id="not int8"),
+    pytest.param([Call("quantize", ("context",), ("new",))], [Value("new", "tokens", 32, "int8")], id="narrower"),
+    pytest.param([Call("quantize", ("delta",), ("new",))], [Value("new", "tokens", 64, "int8")], id="of a product"),
+    pytest.param([Call("quantize", ("hidden_int8",), ("new",))], [Value("new", "tokens", 64, "int8")], id="twice"),
+    pytest.param([Call("quantize", ("hidden",), ("hidden",))], [], id="in place"),
+    pytest.param([Call("quantize", (), ("new",))], [Value("new", "tokens", 64, "int8")], id="of nothing"),
+    pytest.param(
+        [Call("quantize", ("hidden",), ("new",), ("norm",))], [Value("new", "tokens", 64, "int8")], id="with a weight"
+    ),
+    pytest.param(
+        [Call("linear", ("hidden_int8",), ("new",), ("odd", "odd.scale")), Call("quantize", ("new",), ("codes",))],
+        [Value("new", "tokens", 3, "fp32"), Value("codes", "tokens", 3, "int8")],
+        id="odd width",
+    ),
+    pytest.param(
+        [Call("linear", ("hidden_int8",), ("delta",), ("layers.0.self_attn.o_proj",))], [], id="without its scale"
+    ),
+    pytest.param(
+        [Call("linear", ("hidden",), ("delta",), ("layers.0.self_attn.o_proj", "layers.0.self_attn.o_proj.scale"))],
+        [],
+        id="of fp32 rows",
+    ),
+    pytest.param(
+        [
+            Call(
+                *("linear", ("hidden_int8",), ("delta",)),
+                weights=("layers.0.self_attn.o_proj", "layers.0.self_attn.q_k_v_proj.scale"),
+            )
+        ],
+        [],
+        id="a scale of another shape",
+    ),
+    pytest.param([Call("swiglu", ("activated_int8",), ("activated",))], [], id="codes as numbers"),
+    pytest.param([Call("linear", ("logit_hidden",), ("new",), ("lm_head",))], [Value("new", "logits", 256, "fp32")]),
+]
+
+
+@pytest.mark.parametrize(("calls", "values"), INT8_LIES)
+def test_a_lie_about_int8_is_refused(calls, values):
+    program, tensors = compiled(WeightDtype.INT8)
+    tensors["odd"] = TensorInfo("odd", "int8", (3, 64), 0)
+    tensors["odd.scale"] = TensorInfo("odd.scale", "fp32", (3,), 0)
+    with pytest.raises(PlanError, match="rebuild"):
+        check_program(added(program, "logit_hidden", calls, values), replace(HEADER, weight_dtype="int8"), tensors)
+
+
+@pytest.mark.parametrize("change", [{"shape": (127,)}, {"shape": (128, 1)}, {"dtype": "bf16"}])
+def test_scales_are_fp32_and_one_a_row(change):
+    program, tensors = compiled(WeightDtype.INT8)
+    name = "layers.1.self_attn.q_k_v_proj.scale"
+    tensors[name] = replace(tensors[name], **change)
+    with pytest.raises(PlanError, match="weights of another shape"):
+        check_program(program, replace(HEADER, weight_dtype="int8"), tensors)
+
+
+@pytest.mark.parametrize(
+    ("after", "call"),
+    [
+        ("delta", Call("linear", ("hidden",), ("residual",), ("layers.0.self_attn.o_proj",))),
+        ("delta", Call("linear", ("hidden",), ("query",), ("layers.0.self_attn.o_proj",))),
+        ("delta", Call("linear", ("delta",), ("delta2",), ("layers.0.self_attn.o_proj",))),
+        ("delta", Call("add_rms_norm", ("delta", "residual"), ("hidden",), ("norm",), {"eps": 1e-5})),
+        ("delta", Call("paged_attention", ("delta",), ("context",), (), {"layer": 0})),
+        ("query", Call("swiglu", ("query",), ("activated",))),
+    ],
+)
+def test_a_product_is_read_and_written_as_in_the_model(after, call):
+    """An engine may keep products apart from other values, so an address of one is not one of the other."""
+    program, tensors = compiled(WeightDtype.FP32)
+    values = [Value("delta2", "tokens", 64, "fp32")] if call.outputs == ("delta2",) else []
+    with pytest.raises(PlanError, match="rebuild"):
+        check_program(added(program, after, [call], values), replace(HEADER, weight_dtype="fp32"), tensors)
 
 
 @pytest.mark.parametrize(

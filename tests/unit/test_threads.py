@@ -44,6 +44,25 @@ def test_one_thread_and_a_wait_policy_of_ones_own():
     assert (out["threads"], out["numba"], out["spin"]) == (1, 1, None)
 
 
+SECOND = """
+import json
+from trtcb.errors import UsageError
+from trtcb.plugins.cpu import threads
+threads.configure(1)
+out = [threads.configure().num_threads]
+try: threads.configure(2)
+except UsageError as error: out.append(str(error))
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.skipif(CPUS < 2, reason="needs two CPUs")
+def test_a_second_engine_takes_what_the_first_one_left_and_more_is_refused():
+    number, refusal = run(SECOND)
+    assert number == 1
+    assert "start another process" in refusal
+
+
 FALLBACK = """
 import json, sys
 sys.modules["numba.np.ufunc.omppool"] = None  # as if libgomp were missing
