@@ -88,6 +88,7 @@ class _WeightLoader:
     def __init__(self, checkpoint: Checkpoint, max_positions: int) -> None:
         self._checkpoint = checkpoint
         self._max_positions = max_positions
+        self._rounded: tuple[tuple[str, ...], npt.NDArray[np.int8], npt.NDArray[np.float32]] | None = None
 
     def shape(self, recipe: WeightRecipe) -> tuple[int, ...]:
         """Shape of a tensor of the plan."""
@@ -100,12 +101,21 @@ class _WeightLoader:
     def __call__(self, recipe: WeightRecipe) -> npt.NDArray[Any]:
         if recipe.parts[0] in _ROPE_TABLES:
             return self._checkpoint.spec.rope_tables(self._max_positions)[_ROPE_TABLES.index(recipe.parts[0])]
+        if recipe.dtype == "int8" or recipe.is_scale:
+            _, codes, scales = self._int8(recipe.parts)
+            return scales if recipe.is_scale else codes
         out = np.empty(self.shape(recipe), numpy_dtype(recipe.dtype))
         row = 0
         for part in recipe.parts:
             tensor = self._checkpoint.tensor(part)
-            if recipe.dtype == "int8" or recipe.is_scale:
-                tensor = quantize(rotate(tensor))[recipe.is_scale]
             out[row : row + len(tensor)] = tensor  # rounds to nearest even while it copies
             row += len(tensor)
         return out
+
+    def _int8(self, parts: tuple[str, ...]) -> tuple[tuple[str, ...], npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+        """Codes and scales of stacked parts. In a plan one follows the other, so the last ones are kept."""
+        if self._rounded is None or self._rounded[0] != parts:
+            rounded = [quantize(rotate(self._checkpoint.tensor(part))) for part in parts]
+            codes, scales = (np.concatenate(arrays) for arrays in zip(*rounded, strict=True))
+            self._rounded = (parts, codes, scales)
+        return self._rounded

@@ -6,6 +6,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trtcb.errors import UsageError
 from trtcb.executor.runtime import Batch, Float32, StepOutput
 from trtcb.plugins.cpu import threads
 
@@ -89,13 +90,17 @@ class CpuRuntime:
 
 
 def _open_engine(name: str, plan: Plan, *, num_threads: int | None, **sizes: Any) -> CpuEngine:
-    threads.configure(num_threads)  # before numba is imported, here or for the engine
+    threads.configure(num_threads)  # before numba or torch is imported
     from trtcb.plugins.cpu.isa import default_engine
 
-    if (default_engine() if name == "auto" else name) == "portable":
+    if name == "auto":
+        name = default_engine()
+    if name == "whole_step":
+        from trtcb.executor.step_engine import StepEngine
+
+        return StepEngine(plan, **sizes)
+    if name == "portable":
         from trtcb.executor.portable_engine import PortableEngine
 
-        return PortableEngine(plan, num_threads=num_threads, **sizes)
-    from trtcb.executor.step_engine import StepEngine
-
-    return StepEngine(plan, num_threads=num_threads, **sizes)
+        return PortableEngine(plan, **sizes)
+    raise UsageError(f"There is no CPU engine '{name}': use auto, portable or whole_step.")

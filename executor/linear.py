@@ -65,7 +65,7 @@ def _has_packed_ops(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         warnings.warn(
             "oneDNN multiplies bf16 only with AVX-512 or AVX-NE-CONVERT, which this processor has not, so products of "
-            "many rows take several times as long: build the plan with --weight-dtype fp32",
+            "many rows take several times as long: use --cpu-engine auto, or build with --weight-dtype fp32",
             stacklevel=2,
         )
         return False

@@ -5,26 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trtcb.executor.runtime import Batch, Float32, Int32, StepOutput
-from trtcb.plugins.cpu import threads
+from trtcb.plugins.cpu.pools import PoolArrays, allocate_pools, copy_blocks, pool_addresses
 from trtcb.spec import WeightDtype
 
 if TYPE_CHECKING:
     from trtcb.executor.call_list import Op, Step
     from trtcb.plan import Plan
-    from trtcb.plugins.cpu.pools import PoolArrays
 
 
 class PortableEngine:
     """Runs the steps of a ``cpu`` plan on the thread that made it; no other may touch it.
 
+    ``threads.configure`` must have been called, before torch was imported, so that torch and numba share one team.
+
     The pool is zeroed memory that the system hands out as it is first touched. The plan must stay open meanwhile.
     """
 
-    def __init__(
-        self, plan: Plan, *, num_blocks: int, max_num_tokens: int, max_num_logits: int, num_threads: int | None = None
-    ) -> None:
-        self.thread_layer = threads.configure(num_threads)  # before torch, so that both share one team
-
+    def __init__(self, plan: Plan, *, num_blocks: int, max_num_tokens: int, max_num_logits: int) -> None:
+        import numba
         import torch
 
         from trtcb.executor.call_list import allocate_values, bind_program
@@ -32,9 +30,8 @@ class PortableEngine:
         from trtcb.executor.program_check import checked_program
         from trtcb.executor.token_drawer import TokenDrawer
         from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
-        from trtcb.plugins.cpu.pools import allocate_pools, pool_addresses
 
-        torch.set_num_threads(self.thread_layer.num_threads)
+        torch.set_num_threads(numba.get_num_threads())
         header = plan.header
         program = checked_program(plan)
         activation = WeightDtype(header.weight_dtype).activation_dtype
@@ -48,8 +45,6 @@ class PortableEngine:
 
     def run(self, batch: Batch) -> StepOutput:
         """Run one step and draw; -1 where a row's logits were not numbers."""
-        from trtcb.plugins.cpu.pools import copy_blocks
-
         if len(batch.copies):
             for pools in self._pools:
                 copy_blocks(pools, batch.copies)

@@ -1,19 +1,20 @@
 """The whole-step CPU engine: all layers of a step in one call, on kernels of our own."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from trtcb.executor.program_check import checked_program
 from trtcb.executor.runtime import Batch, Float32, StepOutput
-from trtcb.plugins.cpu import threads
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from trtcb.plan import Plan
-    from trtcb.plugins.cpu.pools import PoolArrays
-    from trtcb.program import Value
-
+from trtcb.executor.step_ops import StepOps
+from trtcb.executor.token_drawer import TokenDrawer
+from trtcb.plan import Plan
+from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
+from trtcb.plugins.cpu.pools import PoolArrays, allocate_pools, copy_blocks, pool_addresses
+from trtcb.plugins.cpu.quantized import row_bytes
+from trtcb.plugins.cpu.step import StepFunction, StepWord
+from trtcb.program import Value
 
 SERIAL_MULTIPLICATIONS = 4_000_000
 """Size of a step below which one thread does it all: to wake others costs some microseconds."""
@@ -24,21 +25,12 @@ ROWS_PER_PART = 4  # of what treats rows alone
 class StepEngine:
     """Runs the steps of a ``cpu`` plan on the thread that made it; no other may touch it. Needs no torch.
 
+    ``threads.configure`` must have been called, before this module was imported.
+
     The pool is zeroed memory that the system hands out as it is first touched. The plan must stay open meanwhile.
     """
 
-    def __init__(
-        self, plan: "Plan", *, num_blocks: int, max_num_tokens: int, max_num_logits: int, num_threads: int | None = None
-    ) -> None:
-        self.thread_layer = threads.configure(num_threads)  # before numba
-
-        from trtcb.executor.program_check import checked_program
-        from trtcb.executor.step_ops import StepOps
-        from trtcb.executor.token_drawer import TokenDrawer
-        from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
-        from trtcb.plugins.cpu.pools import allocate_pools, pool_addresses
-        from trtcb.plugins.cpu.step import StepFunction
-
+    def __init__(self, plan: Plan, *, num_blocks: int, max_num_tokens: int, max_num_logits: int) -> None:
         header = plan.header
         program = checked_program(plan)
         config = KernelConfig.of(header.model, header.kv_dtype, "fp32", header.limits.block_size)
@@ -54,9 +46,6 @@ class StepEngine:
 
     def run(self, batch: Batch) -> StepOutput:
         """Run one step and draw; -1 where a row's logits were not numbers."""
-        from trtcb.plugins.cpu.pools import copy_blocks
-        from trtcb.plugins.cpu.step import StepWord
-
         if len(batch.copies):
             for pools in self._pools:
                 copy_blocks(pools, batch.copies)
@@ -98,9 +87,7 @@ class StepEngine:
         self._values.clear()
 
 
-def _allocate(value: "Value", num_rows: int) -> "npt.NDArray[Any]":
-    from trtcb.plugins.cpu.quantized import row_bytes
-
+def _allocate(value: Value, num_rows: int) -> npt.NDArray[Any]:
     if value.dtype == "int8":
         return np.zeros((num_rows, row_bytes(value.width)), np.uint8)
     return np.zeros((num_rows, value.width), np.float32)

@@ -10,6 +10,7 @@ import pytest
 from tests.golden.array_checkpoint import TINY, random_checkpoint
 from tests.golden.cpu_plan import CpuRunner, write_cpu_plan
 from tests.golden.ort_runner import export_runner, run_packed
+from trtcb.errors import UsageError
 from trtcb.evaluation.piece import Piece, pack
 from trtcb.executor.linear import padded_rows
 from trtcb.spec import BuildLimits, KVDtype, RopeScaling, WeightDtype
@@ -134,6 +135,11 @@ def test_a_row_of_nan_fails_alone(tmp_path, engine, sequences, tables):
     reused = runner.step(pack([Piece(clean, 0, tables[0], "last")], 32))
     fresh = CpuRunner(path, num_blocks=NUM_BLOCKS, engine=engine).step(pack([Piece(clean, 0, tables[2], "last")], 32))
     assert np.array_equal(reused, fresh)
+
+
+def test_an_engine_that_does_not_exist_is_no_other_one(tmp_path):
+    with pytest.raises(UsageError, match="no CPU engine 'hole_step': use auto"):
+        cpu_runner(tmp_path, "hole_step", WeightDtype.FP32, KVDtype.FP32)
 
 
 SERVE_WITHOUT_TORCH = """
