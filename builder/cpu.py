@@ -65,12 +65,12 @@ class CpuCompiler:
         from trtcb.plugins.cpu.step import compile_step
 
         spec, weights = checkpoint.spec, options.weight_dtype
-        own_products = default_engine() == "whole_step"
+        own_products = default_engine(weights.value) == "whole_step"
         activation = "fp32" if own_products else weights.activation_dtype
         config = KernelConfig.of(spec, options.kv_dtype, activation, options.limits.block_size)
         load_kernels(config, on_progress=on_progress)
         compile_pack(on_progress)
-        compile_linear(spec.vocab_size, spec.hidden_size, weights.table_dtype, on_progress=on_progress)
+        compile_linear(spec.vocab_size, spec.hidden_size, weights.value, on_progress=on_progress)
         if own_products or weights is WeightDtype.INT8:
             for width, depth in spec.layer_shapes:
                 compile_linear(width, depth, weights.value, on_progress=on_progress)

@@ -73,19 +73,23 @@ def estimate(
 
 
 def _weight_bytes(spec: ModelSpec, weight_dtype: WeightDtype) -> int:
-    tables = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
+    table = spec.vocab_size * spec.hidden_size
     norms = (2 * spec.num_layers + 1) * spec.hidden_size
+    layers = spec.num_params - norms - table * (1 if spec.tie_embeddings else 2)
+    is_int8 = weight_dtype is WeightDtype.INT8
+    heads = 0 if spec.tie_embeddings and not is_int8 else 1  # rounded, it is another tensor than the embedding
     outputs = spec.q_size + 2 * spec.kv_size + 2 * spec.hidden_size + 2 * spec.intermediate_size
-    scales = spec.num_layers * outputs if weight_dtype is WeightDtype.INT8 else 0
-    layer_item, table_item = (ITEM_BYTES[name] for name in (weight_dtype.value, weight_dtype.table_dtype))
-    return (spec.num_params - tables - norms) * layer_item + tables * table_item + (norms + scales) * 4
+    scales = spec.num_layers * outputs + spec.vocab_size if is_int8 else 0
+    item, table_item = (ITEM_BYTES[name] for name in (weight_dtype.value, weight_dtype.table_dtype))
+    return (layers + heads * table) * item + table * table_item + (norms + scales) * 4
 
 
 def _activation_bytes(spec: ModelSpec, weight_dtype: WeightDtype, limits: BuildLimits) -> int:
     # Per token: the fp32 residual and delta, one hidden row, qkv, query and context, gate|up and their product.
     width = 3 * spec.hidden_size + 3 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size
     token = width * 4
+    row = (spec.vocab_size + 2 * spec.hidden_size) * 4  # per row of logits: its residual and hidden row as well
     if weight_dtype is WeightDtype.INT8:
         token += sum(row_bytes(inner) for inner in (spec.hidden_size, spec.q_size, spec.intermediate_size))
-    # Per row of logits: its residual and hidden row as well.
-    return limits.max_num_tokens * token + limits.max_batch_size * (spec.vocab_size + 2 * spec.hidden_size) * 4
+        row += row_bytes(spec.hidden_size)
+    return limits.max_num_tokens * token + limits.max_batch_size * row

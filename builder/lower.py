@@ -204,9 +204,7 @@ class _Lowering:
             raise self._unknown(node)
         name = "lm_head" if role == "logits" else _fused_name(parts)
         weights: tuple[str, ...]
-        if role == "logits":
-            weights = (self._weight(name, parts, self.weight_dtype.table_dtype),)
-        elif self.weight_dtype is WeightDtype.INT8:
+        if self.weight_dtype is WeightDtype.INT8:
             weights = (self._weight(name, parts, "int8"), self._weight(f"{name}.scale", parts, "fp32", is_scale=True))
             source = self._quantize(source)
         else:
@@ -221,7 +219,8 @@ class _Lowering:
     def _quantize(self, source: _Ref) -> _Ref:
         """Rows of a value as the products want them."""
         if source not in self.quantized:
-            out = self._emit("quantize", (source,), f"{source.name}_int8", "tokens", source.width, "int8")
+            rows = self.values[source.name].rows
+            out = self._emit("quantize", (source,), f"{source.name}_int8", rows, source.width, "int8")
             self.quantized[source] = out
         return self.quantized[source]
 

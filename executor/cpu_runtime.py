@@ -94,7 +94,7 @@ def _open_engine(name: str, plan: Plan, *, num_threads: int | None, **sizes: Any
     from trtcb.plugins.cpu.isa import default_engine
 
     if name == "auto":
-        name = default_engine()
+        name = default_engine(plan.header.weight_dtype)
     if name == "whole_step":
         from trtcb.executor.step_engine import StepEngine
 

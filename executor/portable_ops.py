@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trtcb.plan import Plan
     from trtcb.plugins.cpu.kernels import AttentionPlan, CpuKernels, PoolAddresses
-    from trtcb.program import Call, Program
+    from trtcb.program import Call, Program, Rows
 
 
 class PortableOps:
@@ -86,7 +86,7 @@ class PortableOps:
         source, out = program.value(call.inputs[0]), program.value(call.outputs[0])
         name = call.weights[0]
         if source.dtype == "int8":
-            return self._int8_linear(call, values[source.name].data_ptr(), values[out.name].data_ptr())
+            return self._int8_linear(call, values[source.name].data_ptr(), values[out.name].data_ptr(), source.rows)
         if out.name == "logits" and self._plan.tensors[name].dtype == "bf16":
             return self._head(name, values[source.name], values[out.name])
         multiply = pack_linear(as_tensor(self._plan.tensor(name)))
@@ -103,15 +103,15 @@ class PortableOps:
 
         out = program.value(call.outputs[0])
         x, y, quantizer = values[call.inputs[0]].data_ptr(), values[out.name].data_ptr(), Quantizer(out.width)
-        return lambda step: quantizer.quantize(x, y, step.num_tokens)
+        return lambda step: quantizer.quantize(x, y, step.num_rows(out.rows))
 
-    def _int8_linear(self, call: Call, x: int, y: int) -> Op:
+    def _int8_linear(self, call: Call, x: int, y: int, rows: Rows) -> Op:
         from trtcb.plugins.cpu.linear import PackedLinear
 
         linear = PackedLinear(*map(self._plan.tensor, call.weights))
         for name in call.weights:
             self._drop(name)
-        return lambda step: linear.multiply(x, y, step.num_tokens)
+        return lambda step: linear.multiply(x, y, step.num_rows(rows))
 
     def _head(self, name: str, hidden: torch.Tensor, logits: torch.Tensor) -> Op:
         """The product whose result must not be rounded to the type of its weights."""

@@ -123,17 +123,16 @@ def _sized(call: Call, values: Mapping[str, Value], header: PlanHeader) -> _Sign
     if call.op == "quantize":
         if width not in (model.hidden_size, model.q_size, model.intermediate_size):
             return None
-        return _Signature(((width, "fp32"),), (width, "int8"), rows="tokens")
-    if out.name == "logits":
-        table: Weight = ((out.width, width), weights.table_dtype)
-        return _Signature(((model.hidden_size, weights.activation_dtype),), (out.width, "fp32"), (table,))
-    if (out.width, width) not in model.layer_shapes:
+        return _Signature(((width, "fp32"),), (width, "int8"))
+    is_head = out.name == "logits"
+    if (out.width, width) not in (((model.vocab_size, model.hidden_size),) if is_head else model.layer_shapes):
         return None
+    rows = "logits" if is_head else "tokens"
     if weights is WeightDtype.INT8:
         scaled: tuple[Weight, ...] = (((out.width, width), "int8"), ((out.width,), "fp32"))
-        return _Signature(((width, "int8"),), (out.width, "fp32"), scaled, rows="tokens")
+        return _Signature(((width, "int8"),), (out.width, "fp32"), scaled, rows)
     weight: Weight = ((out.width, width), weights.value)
-    return _Signature(((width, weights.value),), (out.width, weights.value), (weight,), rows="tokens")
+    return _Signature(((width, weights.value),), (out.width, "fp32" if is_head else weights.value), (weight,), rows)
 
 
 def _check_call(

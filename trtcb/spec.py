@@ -13,7 +13,7 @@ class WeightDtype(str, Enum):
     """How weights are stored and multiplied.
 
     ``int8`` means weights and activations of all layers: one scale per output and per row, both rotated along the depth
-    so that 8 bits suffice, no calibration. Embedding and head stay ``bf16``.
+    so that 8 bits suffice, no calibration. The head is stored so as well; the embedding stays ``bf16``.
     """
 
     FP32 = "fp32"
@@ -22,7 +22,7 @@ class WeightDtype(str, Enum):
 
     @property
     def table_dtype(self) -> str:
-        """Type of the embedding and of the head."""
+        """Type of the embedding."""
         return "bf16" if self is WeightDtype.INT8 else self.value
 
     @property

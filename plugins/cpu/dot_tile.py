@@ -31,8 +31,6 @@ from trtcb.plugins.cpu.vector_ir import (
     emit_splat,
 )
 
-_HALF = LANES // 2
-
 
 @dataclass(frozen=True, slots=True)
 class DotSpec:
@@ -135,7 +133,7 @@ def _emit_dots(builder: Builder, weights: list[Value], codes: Value) -> list[Val
 
 
 def _emit_pair_dots(builder: Builder, weights: list[Value], codes: Value) -> list[Value]:
-    """The same by AVX2's products of pairs: even bytes times codes 0 and 2, odd ones times 1 and 3."""
+    """The same by products of pairs: even bytes times codes 0 and 2, odd ones times 1 and 3."""
     pairs = []
     for place in (0, 1):
         pair = builder.load(emit_pointer(builder, codes, ir.Constant(I64, place), I32), align=4)
@@ -145,22 +143,28 @@ def _emit_pair_dots(builder: Builder, weights: list[Value], codes: Value) -> lis
         wide = builder.bitcast(weight, ir.VectorType(I16, 2 * LANES))
         eight = constant(I16, 8, 2 * LANES)
         even, odd = builder.ashr(builder.shl(wide, eight), eight), builder.ashr(wide, eight)
-        sums = [builder.add(_pmadd(builder, even, pairs[0], h), _pmadd(builder, odd, pairs[1], h)) for h in (0, 1)]
-        index = ir.Constant(INTEGERS, list(range(LANES)))
-        products.append(builder.shuffle_vector(sums[0], sums[1], index))
+        products.append(builder.add(_pmadd(builder, even, pairs[0]), _pmadd(builder, odd, pairs[1])))
     return products
 
 
-def _pmadd(builder: Builder, x: Value, y: Value, half: int) -> Value:
-    """Sums of products of neighbours, of one half of 32 lanes of 16 bits."""
-    wide, narrow = ir.VectorType(I16, LANES), ir.VectorType(I32, _HALF)
-    index = ir.Constant(ir.VectorType(I32, LANES), list(range(half * LANES, (half + 1) * LANES)))
+def _pmadd(builder: Builder, x: Value, y: Value) -> Value:
+    """Sums of products of neighbours, of 32 lanes of 16 bits: at once with AVX-512, else in halves."""
+    if has_feature("avx512bw"):  # with VNNI, LLVM takes the addition that follows into the same instruction
+        return _call(builder, "llvm.x86.avx512.pmaddw.d.512", INTEGERS, [x, y])
     undefined = ir.Constant(x.type, ir.Undefined)
-    name = "llvm.x86.avx2.pmadd.wd"
+    halves = []
+    for start in (0, LANES):
+        index = ir.Constant(ir.VectorType(I32, LANES), list(range(start, start + LANES)))
+        parts = [builder.shuffle_vector(one, undefined, index) for one in (x, y)]
+        halves.append(_call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, LANES // 2), parts))
+    return builder.shuffle_vector(*halves, ir.Constant(INTEGERS, list(range(LANES))))
+
+
+def _call(builder: Builder, name: str, result: Any, arguments: list[Value]) -> Value:
     callee = builder.module.globals.get(name)
     if callee is None:
-        callee = ir.Function(builder.module, ir.FunctionType(narrow, [wide, wide]), name)
-    return builder.call(callee, [builder.shuffle_vector(one, undefined, index) for one in (x, y)])
+        callee = ir.Function(builder.module, ir.FunctionType(result, [a.type for a in arguments]), name)
+    return builder.call(callee, arguments)
 
 
 def _emit_results(builder: Builder, spec: DotSpec, addresses: tuple[Value, Value, Value], sums: list[Value]) -> None:

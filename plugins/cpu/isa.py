@@ -38,9 +38,9 @@ def accumulators() -> int:
     return 6  # of 8: AVX2 has 16 registers of half a vector, NEON 32 of a quarter
 
 
-def default_engine() -> Literal["portable", "whole_step"]:
-    """The faster CPU engine here: oneDNN has bf16 products for AVX-512, and none worth the name without it."""
-    return "portable" if has_feature("avx512f") else "whole_step"
+def default_engine(weights: str) -> Literal["portable", "whole_step"]:
+    """The faster CPU engine here for weights of a type: oneDNN has AMX's matrix unit multiply bf16, we do not."""
+    return "portable" if weights == "bf16" and has_feature("amx-bf16") else "whole_step"
 
 
 def panel_columns(weights: str) -> int:
@@ -50,11 +50,11 @@ def panel_columns(weights: str) -> int:
     return 64 if has_feature("avx512f") else 32
 
 
-def product_rows(weights: str) -> int:
-    """Rows of the largest tile of a product, so that its accumulators fit in registers. Speed only, never bits."""
+def product_tile(weights: str) -> tuple[int, int]:
+    """Rows and 16-lane vectors of the largest tile of a product: what registers hold. Speed only, never bits."""
     if weights == "int8":
-        return 8 if has_feature("avx512f") else 4
-    return max(1, accumulators() * 16 // panel_columns(weights))
+        return (8, 2) if has_feature("avx512f") else (4, 1)
+    return (6, 4) if has_feature("avx512f") else (6, 1)
 
 
 def _target() -> tuple[str, str, str]:

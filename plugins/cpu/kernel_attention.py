@@ -18,7 +18,7 @@ from trtcb.plugins.cpu.kernel_plan import ITEM_FIELDS
 from trtcb.plugins.cpu.simd import (
     add,
     div,
-    exp,
+    exp_weight,
     fetch_add,
     first_lanes,
     jit,
@@ -69,8 +69,9 @@ UNITS = TILE // UNIT
 TOKENS_PER_ITEM = max(8, 96 // GROUP)
 DIRECT_TOKENS = 2  # up to here converting keys and values per row costs less than a pass through scratch
 MAX_ROWS = TOKENS_PER_ITEM * GROUP
-SMALL_ROWS = largest_divisor(GROUP, ACCUMULATORS // UNIT_VECTORS)
-LARGE_ROWS = SMALL_ROWS * max(1, ACCUMULATORS // UNIT_VECTORS // SMALL_ROWS)
+SCORE_VECTORS = UNIT_VECTORS if ACCUMULATORS >= 16 else 1  # of a tile: columns need registers beside accumulators
+SMALL_ROWS = largest_divisor(GROUP, ACCUMULATORS // SCORE_VECTORS)
+LARGE_ROWS = SMALL_ROWS * max(1, ACCUMULATORS // SCORE_VECTORS // SMALL_ROWS)
 
 # one thread's scratch, byte offsets
 QUERY = 0
@@ -116,14 +117,14 @@ def softmax_row(scratch: int, row: int, scores: int, valid: int, units: int) -> 
     shift = splat(new)
     total = splat(ZERO)
     for i in range(units * UNIT_VECTORS):
-        weight = exp(sub(load_f32(scores, i * LANES), shift))
+        weight = exp_weight(sub(load_f32(scores, i * LANES), shift))
         total = add(total, weight)
         if QUANTIZED:
             weight = mul(weight, load_f32(scratch + VALUE_SCALES, i * LANES))
         store_f32(scores, i * LANES, weight)
     running = read_f32(scratch + TOTAL, row)
     if new > old:
-        decay = exp(splat(old - new))
+        decay = exp_weight(splat(old - new))
         running = running * max_lanes(decay)
         write_f32(scratch + MAXIMUM, row, new)
         for i in range(row * HEAD_VECTORS, (row + 1) * HEAD_VECTORS):
@@ -136,17 +137,17 @@ def make_tile_pass(rows: int, *, direct: bool) -> Callable[[int, int, int, int],
     kv_format = LOAD_FORMAT if direct else "fp32"
     value_rows, value_vectors = value_shape(rows, HEAD_VECTORS, ACCUMULATORS)
     if direct:  # every conversion once
-        value_rows, value_vectors = rows, largest_divisor(HEAD_VECTORS, ACCUMULATORS // rows)
+        value_rows, value_vectors = rows, largest_divisor(HEAD_VECTORS, min(SCORE_VECTORS, ACCUMULATORS // rows))
     unit_bytes = UNIT * HEAD_DIM * ELEMENT_BYTES
     score_tile = define_tile(
         TileSpec(
             rows,
-            UNIT_VECTORS,
+            SCORE_VECTORS,
             kv_format,
             a_stride=HEAD_DIM,
             b_stride=BLOCK_SIZE if direct else UNIT,
             c_stride=TILE,
-            prefetch_bytes=unit_bytes // HEAD_DIM if direct else 0,
+            prefetch_bytes=unit_bytes // HEAD_DIM * SCORE_VECTORS // UNIT_VECTORS if direct else 0,
         )
     )
     value_tile = define_tile(
@@ -163,19 +164,23 @@ def make_tile_pass(rows: int, *, direct: bool) -> Callable[[int, int, int, int],
     )
     column_bytes = value_vectors * LANES * (ELEMENT_BYTES if direct else 4)
     prefetch_columns = unit_bytes * value_vectors // HEAD_VECTORS
+    score_bytes = LANES * (ELEMENT_BYTES if direct else 4)
+    prefetch_scores = unit_bytes // UNIT_VECTORS
 
     @jit
     def tile_pass(scratch: int, row: int, valid: int, units: int) -> None:
         # `valid`: tokens of this tile that the last row sees; row r sees (rows - 1 - r) // GROUP fewer
         scores = scratch + SCORES
         for unit in range(units):
-            score_tile(
-                scratch + QUERY + row * HEAD_DIM * 4,
-                read_i64(scratch + KEY_UNITS, unit),
-                scores + unit * UNIT * 4,
-                HEAD_DIM,
-                read_i64(scratch + VALUE_UNITS, unit),
-            )
+            keys, following = read_i64(scratch + KEY_UNITS, unit), read_i64(scratch + VALUE_UNITS, unit)
+            for vector in range(0, UNIT_VECTORS, SCORE_VECTORS):
+                score_tile(
+                    scratch + QUERY + row * HEAD_DIM * 4,
+                    keys + vector * score_bytes,
+                    scores + (unit * UNIT + vector * LANES) * 4,
+                    HEAD_DIM,
+                    following + vector * prefetch_scores,
+                )
         last_token = (row + rows - 1) // GROUP
         for r in range(rows):
             hidden = last_token - (row + r) // GROUP

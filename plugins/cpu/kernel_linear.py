@@ -6,7 +6,7 @@ the best two tokens are often closer. With int8 weights, rows are what ``quantiz
 
 Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]`` (int8: ``[panel, depth / 4,
 columns, 4]`` and the columns' scales), the last one padded with zeros. A panel stays in the cache while all rows pass
-over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows.
+over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a large tile may cover only some of a panel's columns.
 """
 
 from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
@@ -21,6 +21,7 @@ WIDTH = 49152
 WEIGHTS = "bf16"
 PANEL = 64
 ROWS = 6
+VECTORS = 4
 # --- end of constants ---
 
 IS_INT8 = WEIGHTS == "int8"
@@ -30,13 +31,14 @@ PANEL_BYTES = DEPTH * PANEL * WEIGHT_BYTES + (PANEL * 4 if IS_INT8 else 0)
 NUM_PANELS = -(-WIDTH // PANEL)
 NUM_WHOLE = WIDTH // PANEL
 LARGE = ROWS
+PIECE = VECTORS * LANES  # columns of a large tile
 MEDIUM = max(1, LARGE // 3)
 AHEAD = 4096  # bytes between what is multiplied and what is fetched: hides the latency of main memory
 
 
-def define_product(rows: int, c_stride: int, *, fetch: bool):  # type: ignore[no-untyped-def]  # noqa: ANN201
-    """Make the product of ``rows`` rows with one panel. Only the first to touch a panel fetches it."""
-    vectors = PANEL // LANES
+def define_product(rows: int, columns: int, c_stride: int, *, fetch: bool):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """Make the product of ``rows`` rows with columns of a panel. Only the first to touch a panel fetches it."""
+    vectors = columns // LANES
     if IS_INT8:
         fetched = 4 * PANEL if fetch else 0
         return define_dot_tile(DotSpec(rows, vectors, DEPTH, X_BYTES, 2 * DEPTH, c_stride, fetched))
@@ -44,30 +46,39 @@ def define_product(rows: int, c_stride: int, *, fetch: bool):  # type: ignore[no
     return define_tile(TileSpec(rows, vectors, WEIGHTS, DEPTH, PANEL, c_stride, prefetch_bytes=fetched))
 
 
-first_large = define_product(LARGE, WIDTH, fetch=True)
-more_large = define_product(LARGE, WIDTH, fetch=False)
-first_medium = define_product(MEDIUM, WIDTH, fetch=True)
-more_medium = define_product(MEDIUM, WIDTH, fetch=False)
-first_row = define_product(1, WIDTH, fetch=True)
-more_row = define_product(1, WIDTH, fetch=False)
-edge_row = define_product(1, PANEL, fetch=False)
+first_large = define_product(LARGE, PIECE, WIDTH, fetch=True)
+more_large = define_product(LARGE, PIECE, WIDTH, fetch=False)
+first_medium = define_product(MEDIUM, PANEL, WIDTH, fetch=True)
+more_medium = define_product(MEDIUM, PANEL, WIDTH, fetch=False)
+first_row = define_product(1, PANEL, WIDTH, fetch=True)
+more_row = define_product(1, PANEL, WIDTH, fetch=False)
+edge_row = define_product(1, PANEL, PANEL, fetch=False)
 edge_columns = stack(PANEL * 4)
+
+
+@jit
+def large_tile(x: int, panel: int, out: int, is_first: int) -> None:
+    """``LARGE`` rows of one panel, piece by piece."""
+    for start in range(0, PANEL, PIECE):
+        weights, columns = panel + start * WEIGHT_BYTES, out + start * 4
+        if is_first and start == 0:
+            first_large(x, weights, columns, DEPTH, panel + AHEAD)
+        else:
+            more_large(x, weights, columns, DEPTH, panel)
 
 
 @jit
 def whole_panel(x: int, panel: int, out: int, num_rows: int) -> None:
     """All rows' columns of one panel; ``out`` is the address of the first row's first."""
-    if num_rows >= LARGE:
-        first_large(x, panel, out, DEPTH, panel + AHEAD)
-        row = LARGE
-    elif num_rows >= MEDIUM:
-        first_medium(x, panel, out, DEPTH, panel + AHEAD)
-        row = MEDIUM
-    else:
+    row = 0
+    if num_rows < MEDIUM:
         first_row(x, panel, out, DEPTH, panel + AHEAD)
         row = 1
+    elif num_rows < LARGE:
+        first_medium(x, panel, out, DEPTH, panel + AHEAD)
+        row = MEDIUM
     while row + LARGE <= num_rows:
-        more_large(x + row * X_BYTES, panel, out + row * WIDTH * 4, DEPTH, panel)
+        large_tile(x + row * X_BYTES, panel, out + row * WIDTH * 4, row == 0)
         row += LARGE
     while row + MEDIUM <= num_rows:
         more_medium(x + row * X_BYTES, panel, out + row * WIDTH * 4, DEPTH, panel)

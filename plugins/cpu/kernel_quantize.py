@@ -25,10 +25,11 @@ from trtcb.plugins.cpu.vector_ir import LANES
 WIDTH = 576
 ROTATION = 64
 ROW_BYTES = 1184
+LIMIT = 2047
 # --- end of constants ---
 
 ZERO = np.float32(0)
-STEPS = np.float32(127)
+STEPS = np.float32(LIMIT)
 
 rotate_block = define_rotation(ROTATION)
 rotated_row = stack(WIDTH * 4)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtcb.errors import UsageError
-from trtcb.plugins.cpu.isa import panel_columns, product_rows
+from trtcb.plugins.cpu.isa import panel_columns, product_tile
 from trtcb.plugins.cpu.quantized import MAX_DEPTH
 from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher
 
@@ -64,12 +64,14 @@ def compile_linear(width: int, depth: int, weights: str, *, on_progress: Progres
         raise UsageError(
             f"Int8 products add at most {MAX_DEPTH:,} elements, and this model has {depth:,}: use --weight-dtype bf16."
         )
+    rows, vectors = product_tile(weights)
     constants = {
         "DEPTH": depth,
         "WIDTH": width,
         "WEIGHTS": weights,
         "PANEL": panel_columns(weights),
-        "ROWS": product_rows(weights),
+        "ROWS": rows,
+        "VECTORS": vectors,
     }
     return compile_kernels("kernel_linear", constants, on_progress)["linear"]
 

@@ -1,8 +1,9 @@
-"""Int8 activations and weights: how rows are stored, and the rotation that makes them fit for 8 bits.
+"""Int8 weights and the rows they multiply: how rows are stored, and the rotation that makes both fit for few bits.
 
 A row is rotated in blocks by the Hadamard matrix before it is rounded, the weights along their depth likewise, so the
 product stays what it was. That spreads outliers over a block (QuaRot, arXiv 2404.00456, section 3). Codes are
-``rint(127 * x / max|x|)``, one scale a row.
+``rint(limit * x / max|x|)``, one scale a row, with 127 for weights. Rows of activations have up to 12 bits: exact sums
+leave room for them, and products of 16 bits are what CPUs have.
 """
 
 import math
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 MAX_ROTATION = 64
 MAX_DEPTH = (1 << 31) // 127**2  # of a product whose sum of codes fits 32 bits
+MAX_ACTIVATION = (1 << 11) - 1
 SCALE_BYTES = 32  # behind a row's codes: an fp32 scale, and padding
 
 Float32 = npt.NDArray[np.float32]
@@ -21,6 +23,11 @@ Float32 = npt.NDArray[np.float32]
 def row_bytes(width: int) -> int:
     """Bytes of one row of activations: codes of 16 bits, of each four in the order 0, 2, 1, 3, then the scale."""
     return 2 * width + SCALE_BYTES
+
+
+def activation_limit(depth: int) -> int:
+    """Largest code of a row of activations: as many as leave a sum of ``depth`` products in 32 bits."""
+    return min(MAX_ACTIVATION, ((1 << 31) - 1) // (127 * depth))
 
 
 def rotation(width: int) -> int:

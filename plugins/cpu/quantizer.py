@@ -4,7 +4,7 @@ from typing import Any
 
 import numba
 
-from trtcb.plugins.cpu.quantized import rotation, row_bytes
+from trtcb.plugins.cpu.quantized import activation_limit, rotation, row_bytes
 from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher
 
 
@@ -29,5 +29,10 @@ class Quantizer:
 
 def compile_quantizer(width: int, *, on_progress: Progress | None = None) -> Any:
     """Compile the kernel for a width, or load it from the user's cache."""
-    constants = {"WIDTH": width, "ROTATION": rotation(width), "ROW_BYTES": row_bytes(width)}
+    constants = {
+        "WIDTH": width,
+        "ROTATION": rotation(width),
+        "ROW_BYTES": row_bytes(width),
+        "LIMIT": activation_limit(width),
+    }
     return compile_kernels("kernel_quantize", constants, on_progress)["quantize"]

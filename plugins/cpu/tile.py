@@ -129,11 +129,11 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def value_shape(rows: int, vectors: int, accumulators: int) -> tuple[int, int]:
-    """Choose the tile that covers ``rows x vectors`` with most accumulators in use, and is nearest to square."""
+    """Choose the tile that covers ``rows x vectors`` with most accumulators in use and fewest columns beside them."""
     shapes = [
         (r, v)
         for r in range(1, rows + 1)
         for v in range(1, vectors + 1)
         if rows % r == 0 and vectors % v == 0 and (r * v <= accumulators or r * v == 1)
     ]
-    return max(shapes, key=lambda shape: (shape[0] * shape[1], -shape[0] - shape[1]))
+    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))

@@ -1,4 +1,4 @@
-"""The vector vocabulary means the same on narrower instruction sets."""
+"""What is compiled for other instruction sets than this CPU's, and that it means the same."""
 
 import os
 import platform
@@ -9,18 +9,29 @@ import pytest
 
 from trtcb.plugins.cpu.isa import accumulators
 
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for other x86 processors")
 
-def digest(**environment: str) -> list[str]:
-    command = [sys.executable, "-m", "tests.conformance.attention_digest"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
+AVX2 = "+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt"
+VNNI = f"{AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512vnni"
+
+
+def printed_by(module: str, cpu: str | None = None, features: str = "") -> list[str]:
+    """What a module of these tests prints, compiling for this CPU or another."""
+    other = {} if cpu is None else {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
+    command = [sys.executable, "-m", f"tests.conformance.{module}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **other})
     return done.stdout.split()
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="emulates AVX2 on a wider x86")
+def test_int8_products_use_the_widest_instructions():
+    assert printed_by("wide_product", "haswell", AVX2) == ["vpmaddwd"]
+    assert printed_by("wide_product", "znver4", VNNI) == ["vpdpwssd"]  # multiplies and adds at once
+
+
 def test_avx2_computes_the_same_bits():
     if accumulators() == 6:
         pytest.skip("this CPU has no wider vectors than AVX2")
-    wide = digest()
-    narrow = digest(NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES="+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt")
+    wide = printed_by("attention_digest")
+    narrow = printed_by("attention_digest", "haswell", AVX2)
     assert (wide[0], narrow[0]) == ("24", "6")  # other tile shapes, too
     assert narrow[1] == wide[1]

@@ -35,10 +35,10 @@ def test_codes_are_the_rounded_rotated_row(width, block):
     x[4] *= 1e-20
     codes, scales = unpacked(quantize(x), width)
     rotated = quantized.rotate(x)
-    np.testing.assert_allclose(scales, np.abs(rotated).max(axis=1) / 127, rtol=1e-5)
+    np.testing.assert_allclose(scales, np.abs(rotated).max(axis=1) / 2047, rtol=1e-5)
     exact = rotated / scales[:, None]
-    assert np.abs(codes - exact).max() <= 0.501
-    assert (np.abs(codes).max(axis=1) == 127).all()
+    assert np.abs(codes - exact).max() <= 0.51
+    assert (np.abs(codes).max(axis=1) == 2047).all()
 
 
 def test_the_rotation_is_orthogonal_and_spreads_an_outlier():
@@ -55,7 +55,7 @@ def test_a_row_that_is_not_finite_says_so_and_stays_alone(value):
     x[1, 9] = value
     codes, scales = unpacked(quantize(x), 64)
     assert np.isnan(scales[1])
-    assert (np.abs(codes) <= 127).all()
+    assert (np.abs(codes) <= 2047).all()
     weight, scale = quantized.quantize(np.eye(64, dtype=np.float32))
     out = np.zeros((3, 64), np.float32)
     rows = quantize(x)
@@ -91,8 +91,10 @@ def test_products_are_exact_whatever_the_batch(width, depth):
     assert error < 0.03
 
 
-def test_the_largest_codes_do_not_overflow():
-    depth = 4096
+@pytest.mark.parametrize("depth", [8192, 16384])
+def test_the_largest_codes_do_not_overflow(depth):
+    limit = quantized.activation_limit(depth)
+    assert 127 <= limit <= 2047
     weight = np.full((16, depth), -127, np.int8)
     x = np.zeros((1, depth), np.float32)
     x[:, :: quantized.rotation(depth)] = 1  # rotates to ones
@@ -100,14 +102,17 @@ def test_the_largest_codes_do_not_overflow():
     rows = quantize(x)
     PackedLinear(weight, np.ones(16, np.float32)).multiply(rows.ctypes.data, out.ctypes.data, 1)
     _, scales = unpacked(rows, depth)
-    assert (out == np.float32(-127 * 127 * depth) * scales[0]).all()
+    assert (out == np.float32(-127 * limit * depth) * scales[0]).all()
 
 
-@pytest.mark.parametrize("has_avx2", [False, True])
-def test_other_instructions_have_the_same_bits(monkeypatch, has_avx2):
-    if has_avx2 and not dot_tile.has_feature("avx2"):
-        pytest.skip("this processor has no AVX2")
-    monkeypatch.setattr(dot_tile, "has_feature", lambda _: has_avx2)
+@pytest.mark.parametrize(
+    "features", [(), ("avx2",), ("avx2", "avx512bw")], ids=lambda names: "+".join(names) or "plain"
+)
+def test_other_instructions_have_the_same_bits(monkeypatch, features):
+    missing = [name for name in features if not dot_tile.has_feature(name)]
+    if missing:
+        pytest.skip(f"this processor has no {missing[0]}")
+    monkeypatch.setattr(dot_tile, "has_feature", lambda name: name in features)
     depth, width = 64, 16
     rng = np.random.default_rng(3)
     codes = rng.integers(-127, 128, size=(width, depth)).astype(np.int8)

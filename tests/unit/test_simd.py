@@ -217,6 +217,17 @@ def test_exp_is_accurate_and_exact_at_the_ends():
     assert np.isnan(exp(np.array([np.nan])))[0]
 
 
+def test_the_weight_of_a_softmax_is_accurate_and_exact_at_the_ends():
+    weight = unary(simd.exp_weight)
+    x = np.concatenate([np.linspace(-87, 0, 200_000), np.linspace(-1e-3, 0, 1001)]).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    assert np.abs(weight(x) - exact).max() <= 2e-7
+    assert (np.abs(weight(x) / exact - 1) <= 2e-7 + 1.2e-7 * -x).all()
+    assert weight(np.array([0.0, -0.0])).tolist() == [1, 1]
+    assert weight(np.array([-87.1, -1000, -3.4e38, -np.inf])).tolist() == [0] * 4
+    assert np.isnan(weight(np.array([np.nan])))[0]
+
+
 def reduce(function):
     @jit
     def run(source, target, count):

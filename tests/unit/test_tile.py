@@ -59,7 +59,7 @@ def test_formats_are_read_in_place_with_the_bits_of_their_fp32_copy(operands, kv
 
 def test_the_shape_search():
     assert [largest_divisor(n, 12) for n in (1, 3, 8, 12, 16, 71)] == [1, 3, 8, 12, 8, 1]
-    assert value_shape(12, 4, 24) == (6, 4)
-    assert value_shape(8, 8, 24) == (4, 4)
+    assert value_shape(12, 4, 24) == (12, 2)
+    assert value_shape(8, 8, 24) == (8, 2)
     assert value_shape(3, 5, 6) == (1, 5)
     assert value_shape(1, 1, 2) == (1, 1)

@@ -1,0 +1,20 @@
+"""Prints which instructions the int8 product is compiled to; run where numba is told to compile for another CPU."""
+
+import re
+
+from numba import njit
+
+from trtcb.plugins.cpu import dot_tile
+from trtcb.plugins.cpu.simd import JIT_OPTIONS
+
+tile = dot_tile.define_dot_tile(dot_tile.DotSpec(2, 1, 64, 160, 128, 16))
+
+
+@njit("void(int64, int64, int64)", **JIT_OPTIONS)
+def run(a: int, b: int, c: int) -> None:
+    """Never run: this processor may not have what it was compiled for."""
+    tile(a, b, c, 64, b)
+
+
+[assembly] = run.inspect_asm().values()
+print(*sorted(set(re.findall(r"vp(?:madd|dp)\w+", assembly))))
