@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from trtcb.errors import PlanError
 from trtcb.plan import Plan
+from trtcb.plugins.cpu.arena import Arena
 from trtcb.plugins.cpu.kernels import CpuKernels, PoolAddresses, float_bits
 from trtcb.plugins.cpu.linear import PackedLinear
 from trtcb.plugins.cpu.quantizer import Quantizer
@@ -39,6 +40,7 @@ class StepOps:
         self._pools = pools
         self._values = values
         self._mapped: dict[str, npt.NDArray[Any]] = {}  # what kernels read in the plan itself
+        self._memory = Arena()
         self._kept: list[PackedLinear | Quantizer] = []
 
     def bind(self) -> list[KernelCall]:
@@ -92,7 +94,7 @@ class StepOps:
         return self._by_rows("add_rms_norm", out.rows, residual, delta, False, gain, eps, self._at(out.name))
 
     def _linear(self, call: Call, out: Value) -> KernelCall:
-        linear = PackedLinear(*map(self._plan.tensor, call.weights))
+        linear = PackedLinear(*map(self._plan.tensor, call.weights), memory=self._memory)
         self._kept.append(linear)
         for name in call.weights:
             if name not in self._mapped:  # an embedding looks its rows up in the plan

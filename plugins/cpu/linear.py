@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtcb.errors import UsageError
+from trtcb.plugins.cpu.arena import Arena
 from trtcb.plugins.cpu.isa import panel_columns, product_tile
 from trtcb.plugins.cpu.quantized import MAX_DEPTH
 from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher
@@ -15,7 +16,7 @@ from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_laun
 class PackedLinear:
     """Packed weights and the kernel for their shape. ``weight`` is ``[N, K]`` bf16, fp32 or int8 and not kept.
 
-    K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. A row's result does not depend
+    Panels lie in ``memory``, beside others that are read in turn. K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. A row's result does not depend
     on how many others there are, or on the number of threads.
     """
 
@@ -24,6 +25,7 @@ class PackedLinear:
         weight: npt.NDArray[Any],
         scale: npt.NDArray[np.float32] | None = None,
         *,
+        memory: Arena | None = None,
         num_threads: int | None = None,
         on_progress: Progress | None = None,
     ) -> None:
@@ -31,7 +33,7 @@ class PackedLinear:
         weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
         self._kernel = compile_linear(weight.shape[0], weight.shape[1], weights, on_progress=on_progress)
         self._launch = compile_launcher()
-        self._panels = pack_panels(weight, scale, panel_columns(weights), self._num_threads)
+        self._panels = pack_panels(weight, scale, panel_columns(weights), self._num_threads, memory)
 
     @property
     def kernel(self) -> int:
@@ -82,11 +84,15 @@ def compile_pack(on_progress: Progress | None = None) -> Any:
 
 
 def pack_panels(
-    weight: npt.NDArray[Any], scale: npt.NDArray[np.float32] | None, columns: int, num_threads: int
+    weight: npt.NDArray[Any],
+    scale: npt.NDArray[np.float32] | None,
+    columns: int,
+    num_threads: int,
+    memory: Arena | None = None,
 ) -> npt.NDArray[np.uint8]:
     """``[N, K]`` -> ``[panels, bytes]``: ``[K, columns]`` items; of int8 ``[K / 4, columns, 4]``, then fp32 scales.
 
-    Missing columns are zero.
+    Missing columns are zero. The result lies in ``memory``, or in some of its own.
     """
     width, depth = weight.shape
     rows = np.ascontiguousarray(weight)
@@ -94,7 +100,9 @@ def pack_panels(
     num_items = depth * weight.dtype.itemsize // (4 if is_wide else 2)
     num_panels, weight_bytes = -(-width // columns), depth * weight.dtype.itemsize * columns
     panel_bytes = weight_bytes + (0 if scale is None else 4 * columns)
-    panels = np.zeros((num_panels, panel_bytes), np.uint8)
+    num_bytes = num_panels * panel_bytes
+    panels = np.zeros(num_bytes, np.uint8) if memory is None else memory.take(num_bytes)
+    panels = panels.reshape(num_panels, panel_bytes)
     arguments = (rows.ctypes.data, panels.ctypes.data, width, num_items, columns, panel_bytes, is_wide)
     compile_launcher()(compile_pack().address, num_threads, *arguments, *(0,) * 5)
     if scale is not None:
