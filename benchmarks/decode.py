@@ -11,45 +11,15 @@ import argparse
 import json
 import platform
 import statistics
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from trtcb import LLM, SamplingParams
+from trtcb.bench.machine_limits import read_bandwidth
 from trtcb.executor.stats import StepStats
 from trtcb.plan import Plan
-
-
-def read_bandwidth(num_bytes: int = 1 << 30, rounds: int = 5) -> float:
-    """Bytes per second of a parallel read of memory that no cache holds; the best of ``rounds``."""
-    from numba import njit, prange
-
-    @njit(parallel=True, fastmath=True)
-    def total(x):
-        sums = np.zeros(256)
-        size = len(x) // 1024
-        for part in prange(256):  # four streams each, for the prefetchers
-            chunk = x[4 * part * size : 4 * (part + 1) * size]
-            a, b, c, d = chunk[:size], chunk[size : 2 * size], chunk[2 * size : 3 * size], chunk[3 * size :]
-            sum_a = sum_b = sum_c = sum_d = np.float32(0)
-            for i in range(size):
-                sum_a += a[i]
-                sum_b += b[i]
-                sum_c += c[i]
-                sum_d += d[i]
-            sums[part] = sum_a + sum_b + sum_c + sum_d
-        return sums.sum()
-
-    data = np.ones(num_bytes // 4, np.float32)
-    total(data[:1024])
-    best = 0.0
-    for _ in range(rounds):
-        start = time.perf_counter()
-        total(data)
-        best = max(best, num_bytes / (time.perf_counter() - start))
-    return best
 
 
 def decode_steps(path: Path, batch: int, context: int, steps: int, cpu_engine: str) -> list[float]:

@@ -11,6 +11,7 @@ from trtcb.executor.runtime import Batch, Float32, StepOutput
 from trtcb.plugins.cpu import threads
 
 if TYPE_CHECKING:
+    from trtcb.executor.step_profile import OnProfile
     from trtcb.plan import Plan
 
 
@@ -80,6 +81,14 @@ class CpuRuntime:
         """Logits ``[NL, vocab]`` of the last step, for evaluation; the next one overwrites them."""
         return self._engine.logits()
 
+    def profile(self, on_profile: OnProfile) -> None:
+        """Tell where the time of every step from now on goes: see :class:`~trtcb.executor.step_profile.StepProfile`.
+
+        To be called between steps; ``on_profile`` is, on this runtime's thread, before :meth:`wait` returns. Raises
+        ``UsageError`` for the portable engine.
+        """
+        self._engine = self._device.submit(_profiled, self._engine, on_profile).result()
+
     def close(self) -> None:
         """Finish the running step, drop pools and weights, and close the plan."""
         if self.healthy:
@@ -104,3 +113,12 @@ def _open_engine(name: str, plan: Plan, *, num_threads: int | None, **sizes: Any
 
         return PortableEngine(plan, **sizes)
     raise UsageError(f"There is no CPU engine '{name}': use auto, portable or whole_step.")
+
+
+def _profiled(engine: CpuEngine, on_profile: OnProfile) -> CpuEngine:
+    from trtcb.executor.step_engine import StepEngine
+    from trtcb.executor.step_profile import ProfiledEngine
+
+    if not isinstance(engine, StepEngine):
+        raise UsageError("Only the steps of the whole_step engine can be profiled: add --cpu-engine whole_step.")
+    return ProfiledEngine(engine, on_profile)

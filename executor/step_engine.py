@@ -1,5 +1,6 @@
 """The whole-step CPU engine: all layers of a step in one call, on kernels of our own."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from trtcb.plan import Plan
 from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
 from trtcb.plugins.cpu.pools import PoolArrays, allocate_pools, copy_blocks, pool_addresses
 from trtcb.plugins.cpu.quantized import row_bytes
-from trtcb.plugins.cpu.step import StepFunction, StepWord
+from trtcb.plugins.cpu.step import CallTimes, StepFunction, StepWord
 from trtcb.program import Value
 
 SERIAL_MULTIPLICATIONS = 4_000_000
@@ -40,7 +41,8 @@ class StepEngine:
         self._values = {value.name: _allocate(value, rows[value.rows]) for value in program.values}
         pools = [pool_addresses(arrays) for arrays in self._pools]
         self._ops = StepOps(plan, program, self._kernels, pools, self._values)
-        self._function = StepFunction(self._ops.bind())
+        self._calls = self._ops.bind()
+        self._run_calls = StepFunction(self._calls).run
         self._num_params = header.model.num_params
         self._drawer = TokenDrawer(header.model.vocab_size)
 
@@ -53,7 +55,7 @@ class StepEngine:
         num_tokens = len(input_ids)
         positions = batch.positions.ctypes.data
         plan = self._kernels.plan_attention(batch.cu_q.ctypes.data, positions, len(batch.cu_q) - 1, num_tokens)
-        self._function.run(
+        self._run_calls(
             {
                 StepWord.NUM_TOKENS: num_tokens,
                 StepWord.NUM_LOGITS: len(batch.logit_index),
@@ -71,6 +73,15 @@ class StepEngine:
             num_threads=self._kernels.num_threads if num_tokens * self._num_params > SERIAL_MULTIPLICATIONS else 1,
         )
         return self._drawer.draw(batch, self._values["logits"].ctypes.data)
+
+    def time_calls(self, on_times: Callable[[CallTimes], None]) -> None:
+        """Time the calls of each step from now on, and hand that over before the step's tokens are drawn."""
+        function = StepFunction(self._calls, profile=True)
+
+        def run(words: Mapping[StepWord, int], *, num_threads: int) -> None:
+            on_times(function.run_timed(words, num_threads=num_threads))
+
+        self._run_calls = run
 
     def _num_parts(self, num_rows: int) -> int:
         return min(-(-num_rows // ROWS_PER_PART), 2 * self._kernels.num_threads)

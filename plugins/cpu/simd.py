@@ -355,6 +355,12 @@ def fetch_add(builder: Builder, address: Value, amount: Value) -> Value:
     return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "acq_rel")
 
 
+@define(types.int64, types.int64, types.int64)
+def fetch_max(builder: Builder, address: Value, number: Value) -> Value:
+    """Atomically raise the int64 at ``address`` to ``number``, if it is below that, and return what it was."""
+    return builder.atomic_rmw("max", builder.inttoptr(address, I64.as_pointer()), number, "acq_rel")
+
+
 @define(types.int64, types.int64)
 def load_acquire(builder: Builder, address: Value) -> Value:
     """The int64 at ``address``: what its writer wrote before it is visible after this."""

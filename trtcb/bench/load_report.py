@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtcb.bench.http_load import Answer, LoadRun
-from trtcb.bench.metrics import Latency, Slo
+from trtcb.bench.metrics import Latency, Slo, statistics
 from trtcb.bench.table import shown_number, text_table
 
 LATENCIES = {
@@ -74,7 +74,7 @@ class LoadReport:
         columns = {f"{name.upper()}, {LATENCIES[name]}": _seconds(self.whole, name) for name in self.latencies}
         latencies = [["ms", "mean", "median", *(f"p{percentile:g}" for percentile in self.percentiles)]]
         for title, seconds in {**columns, "client lag, sent late by": _lag(self.run.answers)}.items():
-            values = _statistics(seconds, self.percentiles)
+            values = statistics(seconds, self.percentiles)
             latencies.append([title, *(shown_number(1000 * values[name]) for name in values if name != "std")])
         return "\n\n".join([text_table(rows), text_table(latencies), *self._failure_lines()])
 
@@ -83,7 +83,7 @@ class LoadReport:
         values: dict[str, Any] = {**self.counts(), "failures": dict(self.failures), "slo_s": dict(self.slo.limits)}
         columns = {name: _seconds(self.whole, name) for name in self.latencies}
         for name, seconds in {**columns, "client_lag": _lag(self.run.answers)}.items():
-            for statistic, value in _statistics(seconds, self.percentiles).items():
+            for statistic, value in statistics(seconds, self.percentiles).items():
                 values[f"{statistic}_{name}_ms"] = 1000 * value if math.isfinite(value) else None
         if is_detailed:
             answers = sorted(self.run.answers, key=lambda answer: answer.number)
@@ -145,17 +145,6 @@ def _latency(answer: Answer, name: str) -> float | None:
 
 def _lag(answers: Sequence[Answer]) -> Floats:
     return np.array([answer.lag_s for answer in answers])
-
-
-def _statistics(seconds: Floats, percentiles: Sequence[float]) -> dict[str, float]:
-    if not len(seconds):
-        return dict.fromkeys(["mean", "median", "std", *(f"p{q:g}" for q in percentiles)], math.nan)
-    return {
-        "mean": float(seconds.mean()),
-        "median": float(np.median(seconds)),
-        "std": float(seconds.std()),
-        **{f"p{q:g}": float(np.percentile(seconds, q)) for q in percentiles},
-    }
 
 
 def _is_good(answer: Answer, slo: Slo) -> bool:

@@ -1,6 +1,7 @@
 """What is measured of a run: latencies, goodput, and what the pool and the scheduler went through."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -205,6 +206,18 @@ def count_percentile(counts: Counter[int], q: float) -> float:
     rank = q / 100 * (ends[-1] - 1)
     low, high = values[np.searchsorted(ends, [np.floor(rank), np.ceil(rank)], side="right")].tolist()
     return float(low + (high - low) * (rank - np.floor(rank)))
+
+
+def statistics(seconds: Floats, percentiles: Sequence[float]) -> dict[str, float]:
+    """Mean, median, standard deviation and ``p<percentile>`` of some times, by these names; NaN of none."""
+    if not len(seconds):
+        return dict.fromkeys(["mean", "median", "std", *(f"p{q:g}" for q in percentiles)], float("nan"))
+    return {
+        "mean": float(seconds.mean()),
+        "median": float(np.median(seconds)),
+        "std": float(seconds.std()),
+        **{f"p{q:g}": float(np.percentile(seconds, q)) for q in percentiles},
+    }
 
 
 def _percentiles(name: str, seconds: Floats) -> dict[str, float]:

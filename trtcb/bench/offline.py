@@ -11,6 +11,7 @@ from trtcb.bench.workload import RandomWorkload
 from trtcb.errors import UsageError, ValidationFailedError
 from trtcb.executor.llm import LLM
 from trtcb.executor.request import Request, SamplingParams
+from trtcb.executor.stats import StepStats
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 _WARM_UP_SEED = 2**32
@@ -66,6 +67,22 @@ class Latencies:
         values = self.to_json()
         lines = [f"{q}% percentile latency: {value:.4f} s" for q, value in values["percentiles"].items()]
         return "\n".join([f"Avg latency: {values['avg_latency']:.4f} s", *lines])
+
+
+class AfterWarmUp:
+    """Hands the engine's records on once so many requests have ended. To be given as ``on_step``."""
+
+    def __init__(self, num_requests: int, *observers: Callable[[StepStats], None]) -> None:
+        self._num_left = num_requests
+        self._observers = observers
+
+    def __call__(self, stats: StepStats) -> None:
+        """Take in a record. That of the last request's end is still part of the warm-up."""
+        if self._num_left > 0:
+            self._num_left -= len(stats.finished)
+            return
+        for observer in self._observers:
+            observer(stats)
 
 
 def measure_throughput(

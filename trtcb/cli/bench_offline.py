@@ -1,14 +1,18 @@
 """``trtcb bench throughput`` and ``trtcb bench latency``: a plan in this process, without a server."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trtcb.cli.bench_options import check_writable, write_results
 from trtcb.cli.engine_flags import EngineFlags
 from trtcb.cli.flag_groups import with_flag_groups
+
+if TYPE_CHECKING:
+    from trtcb.bench.step_breakdown import StepBreakdown
 
 PlanArgument = Annotated[Path, typer.Argument(help="The plan to measure.", show_default=False)]
 OutputJson = Annotated[Path | None, typer.Option("--output-json", "--json", help="Write all numbers to this file.")]
@@ -82,11 +86,16 @@ def bench_latency(
     num_iters: Annotated[int, typer.Option(min=1, help="Batches to measure.")] = 30,
     seed: Seed = 0,
     output_json: OutputJson = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Tell where the time of prefill and decode steps goes; needs whole_step.")
+    ] = False,
     *,
     engine: EngineFlags,
 ) -> None:
     """Answer one batch again and again; flags are named as in `vllm bench latency`."""
-    from trtcb.bench.offline import measure_latency
+    from trtcb.bench.offline import AfterWarmUp, measure_latency
+    from trtcb.bench.profiled_llm import empty_breakdown, open_profiled
+    from trtcb.bench.token_times import TokenTimes
     from trtcb.bench.workload import RandomWorkload, check_count
     from trtcb.cli.bench_progress import progress_bar
     from trtcb.executor.llm import LLM
@@ -97,7 +106,16 @@ def bench_latency(
     batch = RandomWorkload(num_prompts=batch_size, random_input_len=input_len, random_output_len=output_len)
     check_writable(output_json)
     settings = _settings(engine, plan)
-    with LLM(plan, **settings) as llm, progress_bar("batches", num_iters_warmup + num_iters) as advance:
+    times = TokenTimes()
+    breakdown = empty_breakdown(plan) if profile else None
+    observers = [times.step] if breakdown is None else [times.step, breakdown.step]
+    on_step = AfterWarmUp(num_iters_warmup * batch_size, *observers)
+    opened = (
+        LLM(plan, on_step=on_step, **settings)
+        if breakdown is None
+        else open_profiled(plan, breakdown, on_step, **settings)
+    )
+    with opened as llm, progress_bar("batches", num_iters_warmup + num_iters) as advance:
         latencies = measure_latency(
             llm,
             batch,
@@ -107,9 +125,23 @@ def bench_latency(
             seed=seed,
             on_iter=advance,
         )
-    print(latencies)
+    print(f"{latencies}\n\n{times}")
+    report = {**latencies.to_json(), **times.to_json()}
+    if breakdown is not None:
+        report["profile"] = _show(breakdown)
     ran = {"plan": str(plan), "workload": str(batch), "seed": seed, "engine": settings}
-    write_results(output_json, json.dumps({**latencies.to_json(), **ran}, indent=1) + "\n")
+    write_results(output_json, json.dumps({**report, **ran}, indent=1) + "\n")
+
+
+def _show(breakdown: "StepBreakdown") -> dict[str, Any]:
+    """Measure what this machine can do, print where the time went, and return it as JSON values."""
+    from trtcb.bench.machine_limits import measure_limits
+
+    limits, phases = measure_limits(), breakdown.phases()
+    for phase in phases:
+        print(f"\n{phase.text(limits)}")
+    print(f"\nlimits of this machine, measured now: {limits}")
+    return {"limits": asdict(limits), **{phase.name: phase.to_json(limits) for phase in phases}}
 
 
 def _settings(engine: EngineFlags, plan: Path) -> dict[str, Any]:

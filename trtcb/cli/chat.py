@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtcb.cli.engine_flags import CPU_ENGINE_HELP
 from trtcb.cli.session import Session, print_piece
 from trtcb.errors import RequestError
 
@@ -27,12 +28,18 @@ def chat(
     num_blocks: Annotated[int | None, typer.Option(help="KV pool in blocks.", show_default=False)] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool in bytes, such as 2GiB.", show_default=False)] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the engine. [one a core]")] = None,
+    cpu_engine: Annotated[str | None, typer.Option(help=CPU_ENGINE_HELP)] = None,
 ) -> None:
     """Talk to a plan. Every turn reuses the KV blocks of the conversation so far."""
     from trtcb.executor.request import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    settings = {"num_blocks": num_blocks, "kv_memory_bytes": kv_memory, "threads": threads}
+    settings = {
+        "num_blocks": num_blocks,
+        "kv_memory_bytes": kv_memory,
+        "threads": threads,
+        "cpu_engine": cpu_engine,
+    }
     with Session.open(plan, model, settings) as session:
         print(_HELP)
         _converse(Conversation(session, params, system))

@@ -1,4 +1,4 @@
-"""``trtcb doctor``: what this machine can build and run, without importing any of it."""
+"""``trtcb doctor``: what this machine can build and run, without importing any of it but numba, which knows the CPU."""
 
 import os
 import platform
@@ -67,9 +67,18 @@ def _machine() -> dict[str, str]:
     return {
         "processor": names[0] if names else platform.processor() or "unknown",
         "instructions": " ".join(cpu_features(text)) or "nothing beyond the baseline",
+        "CPU engine": _default_engine(),
         "cores": f"{usable} usable of {os.cpu_count()}",
         "memory": f"{format_size(available_memory())} available of {format_size(total_memory())}",
     }
+
+
+def _default_engine() -> str:
+    if find_spec("numba") is None:
+        return "unknown without numba"
+    from trtcb.plugins.cpu.isa import default_engine
+
+    return f"{default_engine()}, what --cpu-engine auto takes with these instructions"
 
 
 def _version(name: str) -> str | None:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+CPU_ENGINE_HELP = "auto, portable or whole_step: what runs a cpu plan. [auto]"
+
 
 @dataclass(frozen=True)
 class EngineFlags:
@@ -71,9 +73,7 @@ class EngineFlags:
         int | None, typer.Option(help="For requests that name no limit. [what max_seq_len leaves]")
     ] = None
     threads: Annotated[int | None, typer.Option(help="CPU threads of the engine. [one a core]")] = None
-    cpu_engine: Annotated[
-        str | None, typer.Option(help="auto, portable or whole_step: what runs a cpu plan. [auto]")
-    ] = None
+    cpu_engine: Annotated[str | None, typer.Option(help=CPU_ENGINE_HELP)] = None
 
     def given(self) -> Mapping[str, Any]:
         """Return all of them by name, for :func:`~trtcb.config_sources.resolve`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtcb.cli.engine_flags import CPU_ENGINE_HELP
 from trtcb.memory import format_size
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def evaluate(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers to this file.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engines. [one a core]")] = None,
+    cpu_engine: Annotated[str, typer.Option(help=CPU_ENGINE_HELP, show_default=False)] = "auto",
 ) -> None:
     """Score text with a plan and with an fp32 reference, and tell how far apart they are.
 
@@ -70,6 +72,7 @@ def evaluate(
         needles=needle,
         greedy=greedy,
         threads=threads,
+        cpu_engine=cpu_engine,
     )
     found, header, reference = _run(plan, against, options)
     print(text_report(found))

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trtcb.cli.engine_flags import CPU_ENGINE_HELP
 from trtcb.cli.session import Session, print_piece
 from trtcb.errors import UsageError
 
@@ -25,6 +26,7 @@ def generate(
     num_blocks: Annotated[int | None, typer.Option(help="KV pool in blocks.", show_default=False)] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV pool in bytes, such as 2GiB.", show_default=False)] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the engine. [one a core]")] = None,
+    cpu_engine: Annotated[str | None, typer.Option(help=CPU_ENGINE_HELP)] = None,
 ) -> None:
     """Complete a prompt with a plan and print the text as it comes; how fast that was goes to standard error."""
     from trtcb.executor.request import SamplingParams
@@ -42,7 +44,12 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    settings = {"num_blocks": num_blocks, "kv_memory_bytes": kv_memory, "threads": threads}
+    settings = {
+        "num_blocks": num_blocks,
+        "kv_memory_bytes": kv_memory,
+        "threads": threads,
+        "cpu_engine": cpu_engine,
+    }
     with Session.open(plan, None, settings) as session:
         tokenizer = session.llm.tokenizer
         ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)

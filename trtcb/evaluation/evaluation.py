@@ -12,6 +12,7 @@ from trtcb.evaluation.needle import LENGTHS, Haystack, NeedleScore, make_haystac
 from trtcb.evaluation.reference import tokenizer_of
 from trtcb.evaluation.scorer import Scorer
 from trtcb.evaluation.text import Window, cut_windows, shipped_prompts, shipped_text
+from trtcb.executor.config import EngineConfig
 from trtcb.executor.runtime import Float32, Int32
 from trtcb.plan import Plan
 from trtcb.tokenizer import Tokenizer
@@ -22,7 +23,11 @@ DEFAULT_WINDOW = 1024
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """What to measure. ``text`` None is the shipped one; ``window`` tokens are scored with nothing before them."""
+    """What to measure, and on what. ``text`` None is the shipped one; ``window`` tokens are scored with nothing before.
+
+    ``threads`` and ``cpu_engine`` are those of :class:`EngineConfig`, for plan and reference alike. Raises
+    ``UsageError`` for values it does not take.
+    """
 
     text: str | None = None
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -30,6 +35,10 @@ class EvalOptions:
     needles: bool = True
     greedy: bool = True
     threads: int | None = None
+    cpu_engine: str = "auto"
+
+    def __post_init__(self) -> None:
+        EngineConfig(threads=self.threads, cpu_engine=self.cpu_engine)  # before a reference is built for nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,12 @@ def evaluate(
         ours, *theirs = [
             _Pass(
                 name,
-                Scorer(each, num_tokens=_pool_tokens(each, material), threads=options.threads),
+                Scorer(
+                    each,
+                    num_tokens=_pool_tokens(each, material),
+                    threads=options.threads,
+                    cpu_engine=options.cpu_engine,
+                ),
                 material,
                 on_stage,
                 on_progress,

@@ -25,7 +25,7 @@ class Scorer:
     :class:`~trtcb.errors.OutOfMemoryError` where the weights and a pool of that size do not fit.
     """
 
-    def __init__(self, plan: Plan, *, num_tokens: int, threads: int | None = None) -> None:
+    def __init__(self, plan: Plan, *, num_tokens: int, threads: int | None = None, cpu_engine: str = "auto") -> None:
         if plan.header.target != "cpu":
             raise TargetUnavailableError(
                 f"{plan.path} is for the target '{plan.header.target}', whose logits cannot be read: "
@@ -36,6 +36,7 @@ class Scorer:
         self.chunk = min(max(_CHUNK_TOKENS, limits.block_size), limits.max_num_tokens)
         self._plan = plan
         self._threads = threads
+        self._cpu_engine = cpu_engine
         self._block_size = limits.block_size
         config = EngineConfig(
             max_batch_size=self.chunk,  # the rows of a step that have logits
@@ -53,6 +54,7 @@ class Scorer:
             max_num_tokens=self.chunk,
             max_num_logits=self.chunk,
             num_threads=self._threads,
+            engine=self._cpu_engine,
         )
         return self
 
