@@ -5,7 +5,7 @@ calls. Each is cut into parts that threads claim, and it is over when all its pa
 come: one that the system keeps waiting delays a call by no more than the part it was in. Only at the end of the step do
 all meet, once. With one thread alone, all the work is done by that.
 
-With ``PROFILE`` each call's part is timed as well. Without it there is not an instruction of that.
+With ``PROFILE`` every part of a call is timed. Without it there is not one instruction for that.
 """
 
 import time

@@ -85,8 +85,8 @@ class StepFunction:
                 else:
                     self._table[index, place] = value
         self._places = [(word, np.array(found, np.intp)) for word, found in places.items() if found]
+        self._counters = [module.CLAIMED, module.DONE, words - 1]  # the last is for kernels that claim items
         self._times = [module.BUSY, module.ENDED]
-        self._counters = [module.CLAIMED, module.DONE, *self._times, words - 1]  # the last: of kernels that claim items
 
     def run(self, words: Mapping[StepWord, int], *, num_threads: int) -> None:
         """Run all calls with these words filled in, on up to ``num_threads`` threads; 1 is the calling one."""
@@ -98,6 +98,7 @@ class StepFunction:
         if not self._profile:
             raise RuntimeError("these calls are not timed: make the step function with profile=True")
         self._fill_in(words)
+        self._table[:, self._times] = 0
         began_ns = time.monotonic_ns()
         self._work_off(num_threads)
         ended_ns = time.monotonic_ns()

@@ -5,6 +5,7 @@ import pytest
 
 from trtcb.plugins.cpu import threads
 from trtcb.plugins.cpu.linear import PackedLinear
+from trtcb.plugins.cpu.specialize import compile_kernels, compile_launcher
 from trtcb.plugins.cpu.step import KernelCall, StepFunction, StepWord
 
 THREADS = threads.configure().num_threads
@@ -14,7 +15,7 @@ WIDTH = 64
 class Chain:
     """Products one behind the other, each of what the one before it wrote."""
 
-    def __init__(self, length: int, parts: int) -> None:
+    def __init__(self, length: int, parts: int, *, profile: bool = False) -> None:
         rng = np.random.default_rng(0)
         self.weights = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 8 for _ in range(length)]
         self.linears = [PackedLinear(weight) for weight in self.weights]
@@ -25,7 +26,8 @@ class Chain:
             [
                 KernelCall(linear.kernel, parts, (at[index], linear.panels, at[index + 1], StepWord.NUM_TOKENS))
                 for index, linear in enumerate(self.linears)
-            ]
+            ],
+            profile=profile,
         )
 
     def expected(self) -> np.ndarray:
@@ -71,3 +73,48 @@ def test_a_call_of_no_parts_is_passed_over():
 
 def test_nothing_to_do_is_done():
     StepFunction([]).run({}, num_threads=THREADS)
+
+
+@pytest.mark.parametrize("parts", [1, 7])
+@pytest.mark.parametrize("num_threads", sorted({1, THREADS}))
+def test_times_of_all_calls_add_up_and_change_no_bit(parts, num_threads):
+    plain, timed = Chain(40, parts), Chain(40, parts, profile=True)
+    plain.step.run({StepWord.NUM_TOKENS: 8}, num_threads=num_threads)
+    for _ in range(20):
+        timed.values[1:] = np.nan
+        times = timed.step.run_timed({StepWord.NUM_TOKENS: 8}, num_threads=num_threads)
+        assert np.array_equal(timed.values, plain.values)
+        assert len(times.busy_ns) == len(times.wall_ns) == 40
+        assert (times.busy_ns > 0).all()
+        assert (times.busy_ns <= num_threads * times.wall_ns).all()
+        assert times.wall_ns.sum() <= times.ended_ns - times.began_ns
+
+
+def test_a_call_of_no_parts_takes_no_time():
+    chain = Chain(1, 2)
+    at = [value.ctypes.data for value in chain.values]
+    arguments = (at[0], chain.linears[0].panels, at[1], 8)
+    calls = [KernelCall(chain.linears[0].kernel, parts, arguments) for parts in (1, StepWord.LOGIT_PARTS, 1)]
+    step = StepFunction(calls, profile=True)
+    assert (step.run_timed({StepWord.LOGIT_PARTS: 2}, num_threads=THREADS).busy_ns > 0).all()
+    times = step.run_timed({StepWord.LOGIT_PARTS: 0}, num_threads=THREADS)
+    assert [times.busy_ns[1], times.wall_ns[1]] == [0, 0]
+    assert times.wall_ns[[0, 2]].min() > 0
+
+
+def test_only_calls_made_for_it_can_be_timed():
+    with pytest.raises(RuntimeError, match="profile=True"):
+        StepFunction([]).run_timed({}, num_threads=1)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_loop_that_measures_the_peak_multiplies_as_often_as_it_says(rounds):
+    chains = 6
+    kernel, launch = compile_kernels("kernel_peak", {"CHAINS": chains})["multiply"], compile_launcher()
+    factors = np.arange(16, dtype=np.float32) / 16
+    found = np.zeros((THREADS, 16), np.float32)
+    launch(kernel.address, THREADS, factors.ctypes.data, rounds, found.ctypes.data, *(0,) * 9)
+    expected = np.arange(chains, dtype=np.float64)[:, None] + np.zeros(16)
+    for _ in range(rounds):
+        expected = expected * factors + 1
+    np.testing.assert_allclose(found, np.tile(expected.sum(0), (THREADS, 1)), rtol=1e-6)

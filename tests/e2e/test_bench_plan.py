@@ -76,6 +76,35 @@ def test_latency_of_a_plan(plan: Path, tmp_path: Path) -> None:
     assert data["avg_latency"] == pytest.approx(sum(data["latencies"]) / 4)
     assert min(data["latencies"]) <= data["percentiles"]["10"] <= data["percentiles"]["99"] <= max(data["latencies"])
     assert "90% percentile latency" in said
+    assert 0 < data["median_tpot_ms"] < data["median_ttft_ms"] < 1000 * max(data["latencies"])
+    assert "| TTFT, time to first token " in said
+    assert "profile" not in data
+
+
+def test_a_profile_tells_where_the_time_of_steps_goes(plan: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    shape = ("--input-len", "16", "--output-len", "4", "--batch-size", "3", "--num-iters-warmup", "1")
+    flags = ("--num-iters", "2", "--profile", "--cpu-engine", "whole_step", "--threads", "1")
+    said = trtcb("latency", plan, *shape, *flags, "--output-json", out)
+    found = json.loads(out.read_text())["profile"]
+    assert found["limits"]["read_bytes_per_s"] > 1e8
+    assert found["limits"]["flops"] > 1e8
+    tokens = {name: found[name]["num_steps"] * found[name]["tokens_per_step"] for name in ("prefill", "decode")}
+    assert sum(tokens.values()) == pytest.approx(2 * 3 * (16 + 3))  # the last token of an answer is never computed on
+    for name in ("prefill", "decode"):
+        phase = found[name]
+        groups = [line for line in phase["lines"] if line["part_of"] is None]
+        assert sum(line["ms"] for line in groups) == pytest.approx(phase["step_ms"])
+        assert {line["name"] for line in groups} >= {"GEMM", "attention", "norm", "sampling", "Python", "waiting"}
+        [gemm] = [line for line in groups if line["name"] == "GEMM"]
+        products = [line for line in phase["lines"] if line["part_of"] == "GEMM"]
+        assert [line["name"].split()[0] for line in products] == [
+            *("q_k_v_proj", "o_proj", "gate_up_proj", "down_proj", "logits")
+        ]
+        assert sum(line["ms"] for line in products) == pytest.approx(gemm["ms"])
+        assert all(line["num_bytes"] > 0 and line["flops"] > 0 for line in products)
+        assert f"\n{name}: " in said
+    assert "\nlimits of this machine, measured now: " in said
 
 
 @pytest.mark.parametrize(
@@ -87,6 +116,8 @@ def test_latency_of_a_plan(plan: Path, tmp_path: Path) -> None:
         (("throughput", "--num-prompts", "0"), "--num-prompts must be from 1 to"),
         (("latency", "--batch-size", "9"), "use at most 8"),
         (("latency", "--output-json", "no/folder/r.json"), "no folder"),
+        (("latency", "--profile", "--cpu-engine", "portable"), "add --cpu-engine whole_step"),
+        (("latency", "--profile", "--overlap-depth", "1"), "leave --overlap-depth out"),
         (("throughput", "--output-json", "/tmp"), "is a folder"),
         (("calibrate", "-o", "/proc/x.yaml"), "name another file"),
     ],

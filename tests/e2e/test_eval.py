@@ -86,6 +86,29 @@ def test_one_runtime_is_open_at_a_time(plans: dict[str, Path], runtimes: list[st
     assert runtimes == ["open fp32.plan", "close fp32.plan", "open fp8.plan", "close fp8.plan"]
 
 
+def test_both_plans_run_on_the_engine_that_was_asked_for(
+    plans: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trtcb.executor import cpu_runtime
+
+    opened: list[str] = []
+    open_engine = cpu_runtime._open_engine
+
+    def watched(name: str, plan: Plan, **settings: int) -> cpu_runtime.CpuEngine:
+        opened.append(name)
+        return open_engine(name, plan, **settings)
+
+    monkeypatch.setattr(cpu_runtime, "_open_engine", watched)
+    measured(plans["fp8"], plans["fp32"], max_tokens=50, needles=False, greedy=False, cpu_engine="whole_step")
+    assert opened == ["whole_step", "whole_step"]
+
+
+def test_an_engine_that_does_not_exist_is_refused_before_anything_runs(plans: dict[str, Path]) -> None:
+    done = trtcb("eval", plans["fp8"], "--cpu-engine", "whole-step")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cpu_engine 'whole-step' is unknown: did you mean 'whole_step'?")
+
+
 def test_what_cannot_run_is_told_before_the_other_is_scored(
     plans: dict[str, Path], runtimes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,10 +50,17 @@ def plan(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def configs():
+    """What the commands of a test opened their engines with."""
+    return []
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, configs):
     """Run a command in this process; return its exit code and what it printed."""
 
     def open_sim(plan, config):
+        configs.append(config)
         return SimRuntime(num_blocks=config.num_blocks or 64, block_size=config.block_size)
 
     monkeypatch.setattr(open_runtime, "open_runtime", open_sim)
@@ -95,6 +102,14 @@ def test_generate_can_use_the_chat_template(run, plan):
     assert err.startswith(f"{len(ids)} prompt tokens")
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_engine_is_opened_as_asked(run, plan, configs, command):
+    code, _, err = run(command, plan, "--cpu-engine", "portable", "--threads", 1, stdin="Hi")
+    assert code == 0, err
+    run(command, plan, stdin="Hi")
+    assert [(config.cpu_engine, config.threads) for config in configs] == [("portable", 1), ("auto", None)]
+
+
 def test_chat_remembers_forgets_and_leaves(run, plan):
     said = "Hi\n/reset\nHi\n\nMore\n/quit\n"
     code, out, _ = run("chat", plan, "--temperature", 0, "--max-tokens", 6, "--system", "Be brief.", stdin=said)
@@ -128,6 +143,7 @@ def test_mistakes_are_one_sentence_and_an_exit_code(run, plan, tmp_path):
             ("serve", plan, "--api-key-file", tmp_path / "none"): (2, "key file"),
             ("generate", plan, ""): (2, "empty"),
             ("generate", plan, "x" * 300): (1, "300 tokens"),
+            ("generate", plan, "Hi", "--cpu-engine", "onednn"): (2, "'whole_step'"),
         }
         for arguments, (expected, word) in cases.items():
             code, _, err = run(*arguments)

@@ -217,3 +217,10 @@ def test_doctor(run: Run) -> None:
     assert code == 0
     assert re.search(r"^  cpu +works$", out, re.MULTILINE)
     assert f"trtcb {__version__}" in out
+
+
+@pytest.mark.parametrize("engine", ["portable", "whole_step"])
+def test_doctor_names_the_engine_that_auto_takes(run: Run, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.setattr("trtcb.plugins.cpu.isa.default_engine", lambda: engine)
+    _, out, _ = run("doctor")
+    assert re.search(rf"^  CPU engine +{engine}, what --cpu-engine auto takes", out, re.MULTILINE)
