@@ -16,8 +16,9 @@ from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_laun
 class PackedLinear:
     """Packed weights and the kernel for their shape. ``weight`` is ``[N, K]`` bf16, fp32 or int8 and not kept.
 
-    Panels lie in ``memory``, beside others that are read in turn. K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. A row's result does not depend
-    on how many others there are, or on the number of threads.
+    K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. A row's result does not depend
+    on how many others there are, or on the number of threads. Panels lie in ``memory``, if given, beside others that
+    are read in turn.
     """
 
     def __init__(

@@ -78,7 +78,9 @@ def _default_engine() -> str:
         return "unknown without numba"
     from trtcb.plugins.cpu.isa import default_engine
 
-    return f"{default_engine()}, what --cpu-engine auto takes with these instructions"
+    engines = {weights: default_engine(weights) for weights in ("int8", "bf16")}
+    exception = "" if len(set(engines.values())) == 1 else f" ({engines['bf16']} for bf16 weights)"
+    return f"{engines['int8']}{exception}, what --cpu-engine auto takes with these instructions"
 
 
 def _version(name: str) -> str | None:
