@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from trtcb.memory import pool_memory
 from trtcb.plan_format import ITEM_BYTES
-from trtcb.plugins.cpu.quantized import row_bytes
+from trtcb.plugins.cpu.grouped import GROUP, WEIGHT_BYTES
+from trtcb.plugins.cpu.rows import row_bytes
 from trtcb.spec import BuildLimits, KVDtype, ModelSpec, WeightDtype
 
 # Tokenizer, graph, tables and padding: a few MB in every model seen (SmolLM2 3.5 MB, Llama 3 17 MB).
@@ -75,17 +76,25 @@ def estimate(
 def _weight_bytes(spec: ModelSpec, weight_dtype: WeightDtype) -> int:
     tables = spec.vocab_size * spec.hidden_size * (1 if spec.tie_embeddings else 2)
     norms = (2 * spec.num_layers + 1) * spec.hidden_size
-    outputs = spec.q_size + 2 * spec.kv_size + 2 * spec.hidden_size + 2 * spec.intermediate_size
-    scales = spec.num_layers * outputs if weight_dtype is WeightDtype.INT8 else 0
-    layer_item, table_item = (ITEM_BYTES[name] for name in (weight_dtype.value, weight_dtype.table_dtype))
-    return (spec.num_params - tables - norms) * layer_item + tables * table_item + (norms + scales) * 4
+    layers = _layer_bytes(spec, spec.num_params - tables - norms, weight_dtype)
+    return layers + tables * ITEM_BYTES[weight_dtype.table_dtype] + norms * 4
+
+
+def _layer_bytes(spec: ModelSpec, num_weights: int, weight_dtype: WeightDtype) -> int:
+    if weight_dtype is WeightDtype.INT4:
+        return num_weights // GROUP * WEIGHT_BYTES
+    if weight_dtype is WeightDtype.INT8:
+        outputs = spec.q_size + 2 * spec.kv_size + 2 * spec.hidden_size + 2 * spec.intermediate_size
+        return num_weights + spec.num_layers * outputs * 4
+    return num_weights * ITEM_BYTES[weight_dtype.value]
 
 
 def _activation_bytes(spec: ModelSpec, weight_dtype: WeightDtype, limits: BuildLimits) -> int:
     # Per token: the fp32 residual and delta, one hidden row, qkv, query and context, gate|up and their product.
     width = 3 * spec.hidden_size + 3 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size
     token = width * 4
-    if weight_dtype is WeightDtype.INT8:
-        token += sum(row_bytes(inner) for inner in (spec.hidden_size, spec.q_size, spec.intermediate_size))
+    rounded = weight_dtype.quantized_rows
+    if rounded is not None:
+        token += sum(row_bytes(rounded, inner) for inner in (spec.hidden_size, spec.q_size, spec.intermediate_size))
     # Per row of logits: its residual and hidden row as well.
     return limits.max_num_tokens * token + limits.max_batch_size * (spec.vocab_size + 2 * spec.hidden_size) * 4

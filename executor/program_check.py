@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trtcb.errors import PlanError
 from trtcb.plan_format import PlanHeader, TensorInfo
+from trtcb.plugins.cpu.grouped import GROUP
 from trtcb.program import Call, Program, Value
 from trtcb.spec import WeightDtype
 
@@ -120,20 +121,32 @@ def _sized(call: Call, values: Mapping[str, Value], header: PlanHeader) -> _Sign
     model, weights = header.model, WeightDtype(header.weight_dtype)
     width = values[call.inputs[0]].width if call.inputs else 0
     out = values[call.outputs[0]]
+    rounded = weights.quantized_rows
+    if weights is WeightDtype.INT4 and width % GROUP and out.name != "logits":
+        return None
     if call.op == "quantize":
-        if width not in (model.hidden_size, model.q_size, model.intermediate_size):
+        if rounded is None or width not in (model.hidden_size, model.q_size, model.intermediate_size):
             return None
-        return _Signature(((width, "fp32"),), (width, "int8"), rows="tokens")
+        return _Signature(((width, "fp32"),), (width, rounded), rows="tokens")
     if out.name == "logits":
         table: Weight = ((out.width, width), weights.table_dtype)
         return _Signature(((model.hidden_size, weights.activation_dtype),), (out.width, "fp32"), (table,))
     if (out.width, width) not in model.layer_shapes:
         return None
+    act = weights.activation_dtype
+    return _Signature(
+        ((width, rounded or act),), (out.width, act), _layer_weights(out.width, width, weights), rows="tokens"
+    )
+
+
+def _layer_weights(width: int, depth: int, weights: WeightDtype) -> tuple[Weight, ...]:
+    """What a product of a layer multiplies with."""
     if weights is WeightDtype.INT8:
-        scaled: tuple[Weight, ...] = (((out.width, width), "int8"), ((out.width,), "fp32"))
-        return _Signature(((width, "int8"),), (out.width, "fp32"), scaled, rows="tokens")
-    weight: Weight = ((out.width, width), weights.value)
-    return _Signature(((width, weights.value),), (out.width, weights.value), (weight,), rows="tokens")
+        return (((width, depth), "int8"), ((width,), "fp32"))
+    if weights is WeightDtype.INT4:
+        factors: Weight = ((width, depth // GROUP), "fp16")
+        return (((width, depth // 2), "uint8"), factors, factors)
+    return (((width, depth), weights.value),)
 
 
 def _check_call(

@@ -47,6 +47,8 @@ def panel_columns(weights: str) -> int:
     """Columns of a panel of packed weights: enough accumulators to hide the latency of a single row's additions."""
     if weights == "int8":  # whole numbers are added at once
         return 32 if has_feature("avx512f") else 16
+    if weights == "int4":
+        return 16
     return 64 if has_feature("avx512f") else 32
 
 
@@ -54,6 +56,8 @@ def product_rows(weights: str) -> int:
     """Rows of the largest tile of a product, so that its accumulators fit in registers. Speed only, never bits."""
     if weights == "int8":
         return 8 if has_feature("avx512f") else 4
+    if weights == "int4":
+        return 4
     return max(1, accumulators() * 16 // panel_columns(weights))
 
 

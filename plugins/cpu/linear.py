@@ -1,4 +1,4 @@
-"""Products with a weight on the CPU: bf16 and fp32 weights times fp32 rows, int8 ones times quantised rows."""
+"""Products with a weight on the CPU: bf16 and fp32 weights times fp32 rows, int8 and int4 ones times quantised rows."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtcb.errors import UsageError
+from trtcb.plugins.cpu.grouped import Int4Weight, pack_groups
 from trtcb.plugins.cpu.isa import panel_columns, product_rows
 from trtcb.plugins.cpu.quantized import MAX_DEPTH
 from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher
@@ -15,22 +16,29 @@ from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_laun
 class PackedLinear:
     """Packed weights and the kernel for their shape. ``weight`` is ``[N, K]`` bf16, fp32 or int8 and not kept.
 
-    K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. A row's result does not depend
-    on how many others there are, or on the number of threads.
+    K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. Int4 weights are the three
+    arrays of :class:`~trtcb.plugins.cpu.grouped.Int4Weight`. A row's result does not depend on how many others there
+    are, or on the number of threads.
     """
 
     def __init__(
         self,
         weight: npt.NDArray[Any],
-        scale: npt.NDArray[np.float32] | None = None,
+        scale: npt.NDArray[Any] | None = None,
+        zero: npt.NDArray[np.float16] | None = None,
         *,
         num_threads: int | None = None,
         on_progress: Progress | None = None,
     ) -> None:
         self._num_threads = numba.get_num_threads() if num_threads is None else num_threads
-        weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
-        self._kernel = compile_linear(weight.shape[0], weight.shape[1], weights, on_progress=on_progress)
         self._launch = compile_launcher()
+        width, depth = weight.shape
+        if scale is not None and zero is not None:
+            self._kernel = compile_linear(width, 2 * depth, "int4", on_progress=on_progress)
+            self._panels = pack_groups(Int4Weight(weight, scale, zero), panel_columns("int4"))
+            return
+        weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
+        self._kernel = compile_linear(width, depth, weights, on_progress=on_progress)
         self._panels = pack_panels(weight, scale, panel_columns(weights), self._num_threads)
 
     @property

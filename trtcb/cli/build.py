@@ -32,7 +32,8 @@ def build(
     ] = None,
     target: Annotated[str | None, typer.Option(help="auto or cpu. [auto]")] = None,
     weight_dtype: Annotated[
-        str | None, typer.Option("--weight-dtype", "--dtype", help="auto, fp32, bf16 or int8. [auto: the checkpoint's]")
+        str | None,
+        typer.Option("--weight-dtype", "--dtype", help="auto, fp32, bf16, int8 or int4. [auto: the checkpoint's]"),
     ] = None,
     kv_dtype: Annotated[
         str | None,
