@@ -36,6 +36,7 @@ from trtcb.plugins.cpu.vector_ir import (
     emit_splat,
 )
 
+CHUNKS = CODE_BYTES // 4  # of a group: four bytes of every column
 _HALF = LANES // 2  # lanes of AVX2
 _BYTES = ir.VectorType(I8, 4 * _HALF)
 _SHORTS = ir.VectorType(I16, 2 * _HALF)
@@ -56,6 +57,11 @@ class GroupSpec:
     a_stride: int
     c_stride: int
     fetch: bool = False
+
+    @property
+    def vectors(self) -> int:
+        """Columns in vectors of 8."""
+        return self.columns // _HALF
 
     @property
     def symbol(self) -> str:
@@ -83,112 +89,105 @@ def _build(module: Any, spec: GroupSpec) -> Any:
     function.attributes.add("nounwind")
     a, b, c, prefetch = function.args
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    entry, loop, done = builder.block, function.append_basic_block("loop"), function.append_basic_block("done")
+    entry, loop, end_of_group, done = builder.block, *map(function.append_basic_block, ("loop", "end_of_group", "done"))
     is_avx2 = platform.machine() in ("x86_64", "AMD64") and has_feature("avx2")
     dots = _PairDots() if is_avx2 else _Dots()
+    places = [_place_in_c(builder, spec, c, index) for index in range(spec.rows * spec.vectors)]
+    for place in places:
+        builder.store(constant(F32, 0.0, _HALF), place, align=4)
     builder.branch(loop)
 
     builder.position_at_end(loop)
-    group = builder.phi(I64)
-    group.add_incoming(ir.Constant(I64, 0), entry)
-    sums = [builder.phi(_FLOATS) for _ in range(spec.rows * spec.columns // _HALF)]
-    for phi in sums:
-        phi.add_incoming(constant(F32, 0.0, _HALF), entry)
-    block_bytes = WEIGHT_BYTES * spec.columns
-    block = builder.add(b, builder.mul(group, ir.Constant(I64, block_bytes)))
-    products = _emit_products(builder, spec, dots, (a, block), group)
-    values = _emit_scaled(builder, spec, (a, block), group, (sums, products))
-    if spec.fetch:
-        emit_prefetch(builder, prefetch, group, block_bytes)
-    following = builder.add(group, ir.Constant(I64, 1))
-    group.add_incoming(following, loop)
-    for phi, value in zip(sums, values, strict=True):
-        phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, ir.Constant(I64, spec.depth // GROUP)), loop, done)
+    chunk, weights, codes = (builder.phi(I64) for _ in range(3))
+    sums = [builder.phi(dots.zero.type) for _ in places]
+    values = _emit_products(builder, spec, dots, (codes, weights), sums)
+    following = builder.add(chunk, ir.Constant(I64, 1))
+    next_weights, next_codes = (
+        builder.add(weights, ir.Constant(I64, 4 * spec.columns)),
+        builder.add(codes, ir.Constant(I64, 4)),
+    )
+    is_inside = builder.icmp_signed("!=", builder.and_(following, ir.Constant(I64, CHUNKS - 1)), ir.Constant(I64, 0))
+    builder.cbranch(is_inside, loop, end_of_group)
 
+    # C stays in memory: it is touched once a group, and the sums of 16 bits take the registers.
+    builder.position_at_end(end_of_group)
+    group = builder.lshr(chunk, ir.Constant(I64, 2))
+    totals = [builder.sitofp(dots.total(builder, value), _FLOATS) for value in values]
+    _emit_group(builder, spec, (a, next_weights), group, (places, totals))
+    if spec.fetch:
+        emit_prefetch(builder, prefetch, group, WEIGHT_BYTES * spec.columns)
+    behind_factors = builder.add(next_weights, ir.Constant(I64, 4 * spec.columns))
+    behind_half = builder.add(next_codes, ir.Constant(I64, CODE_BYTES))
+    is_more = builder.icmp_signed("<", following, ir.Constant(I64, spec.depth // GROUP * CHUNKS))
+    builder.cbranch(is_more, loop, done)
+
+    zeros = [dots.zero] * len(sums)
+    for block, state in (
+        (entry, (ir.Constant(I64, 0), b, a, *zeros)),
+        (loop, (following, next_weights, next_codes, *values)),
+        (end_of_group, (following, behind_factors, behind_half, *zeros)),
+    ):
+        for phi, value in zip((chunk, weights, codes, *sums), state, strict=True):
+            phi.add_incoming(value, block)
     builder.position_at_end(done)
-    for index, value in enumerate(values):
-        row, vector = divmod(index, spec.columns // _HALF)
-        place = ir.Constant(I64, row * spec.c_stride + vector * _HALF)
-        builder.store(value, emit_pointer(builder, c, place, F32, _FLOATS), align=4)
     builder.ret_void()
     return function
 
 
+def _place_in_c(builder: Builder, spec: GroupSpec, c: Value, index: int) -> Value:
+    row, vector = divmod(index, spec.vectors)
+    return emit_pointer(builder, c, ir.Constant(I64, row * spec.c_stride + vector * _HALF), F32, _FLOATS)
+
+
 def _emit_products(
-    builder: Builder, spec: GroupSpec, dots: "_Dots | _PairDots", addresses: tuple[Value, Value], group: Value
+    builder: Builder, spec: GroupSpec, dots: "_Dots | _PairDots", addresses: tuple[Value, Value], sums: list[Value]
 ) -> list[Value]:
-    """A group's sums of products of codes, row by row and then by 8 columns."""
-    a, block = addresses
-    vectors = spec.columns // _HALF
-    sums = [dots.zero] * (spec.rows * vectors)
-    for chunk in range(CODE_BYTES // 4):
-        packed = []
-        for vector in range(vectors):
-            place = ir.Constant(I64, chunk * spec.columns + vector * _HALF)
-            packed.append(builder.load(emit_pointer(builder, block, place, I32, _INTS), align=4))
-        halves = [dots.split(builder, weights) for weights in packed]
-        for row in range(spec.rows):
-            codes = builder.add(builder.mul(group, ir.Constant(I64, GROUP)), ir.Constant(I64, row * spec.a_stride))
-            for half in range(2):
-                place = builder.add(codes, ir.Constant(I64, half * CODE_BYTES + 4 * chunk))
-                factors = dots.factors(builder, builder.add(a, place))
-                for vector in range(vectors):
-                    at = row * vectors + vector
-                    sums[at] = dots.add(builder, sums[at], halves[vector][half], factors)
-    return [dots.total(builder, value) for value in sums]
+    """Sums row by row, and then by 8 columns, with the products of a chunk: eight codes of every column."""
+    codes, weights = addresses
+    halves = []
+    for vector in range(spec.vectors):
+        pointer = emit_pointer(builder, weights, ir.Constant(I64, vector * _HALF), I32, _INTS)
+        halves.append(dots.split(builder, builder.load(pointer, align=4)))
+    result = list(sums)
+    for row in range(spec.rows):
+        for half in range(2):
+            place = builder.add(codes, ir.Constant(I64, row * spec.a_stride + half * CODE_BYTES))
+            factors = dots.factors(builder, place)
+            for vector in range(spec.vectors):
+                at = row * spec.vectors + vector
+                result[at] = dots.add(builder, result[at], halves[vector][half], factors)
+    return result
 
 
-def _emit_scaled(
+def _emit_group(
     builder: Builder,
     spec: GroupSpec,
     addresses: tuple[Value, Value],
     group: Value,
-    sums_and_products: tuple[list[Value], list[Value]],
-) -> list[Value]:
-    """The chain of every element, one group further."""
-    a, block = addresses
-    sums, products = sums_and_products
-    vectors, num_groups = spec.columns // _HALF, spec.depth // GROUP
-    scales, zeros = (
-        [
-            builder.fpext(
-                builder.load(
-                    emit_pointer(
-                        builder,
-                        block,
-                        ir.Constant(I64, (CODE_BYTES // 2 + part) * spec.columns + v * _HALF),
-                        F16,
-                        ir.VectorType(F16, _HALF),
-                    ),
-                    align=2,
-                ),
-                _FLOATS,
-            )
-            for v in range(vectors)
-        ]
-        for part in range(2)
-    )
-    result = []
-    for row in range(spec.rows):
+    places_and_totals: tuple[list[Value], list[Value]],
+) -> None:
+    """Take the chains at ``places`` in C one group further, with the scales and zeros behind its codes."""
+    a, behind = addresses
+    scales, zeros = ([_emit_factors(builder, spec, behind, part, v) for v in range(spec.vectors)] for part in range(2))
+    for index, (place, total) in enumerate(zip(*places_and_totals, strict=True)):
+        row, vector = divmod(index, spec.vectors)
         factors = builder.add(a, ir.Constant(I64, row * spec.a_stride + spec.depth))
-        row_scale, row_sum = (
-            emit_splat(
-                builder,
-                builder.load(
-                    emit_pointer(builder, factors, builder.add(group, ir.Constant(I64, part * num_groups)), F32),
-                    align=4,
-                ),
-                _HALF,
-            )
-            for part in range(2)
-        )
-        for v in range(vectors):
-            at = row * vectors + v
-            scale = builder.fmul(scales[v], row_scale)
-            total = emit_call(builder, "fma", builder.sitofp(products[at], _FLOATS), scale, sums[at])
-            result.append(emit_call(builder, "fma", zeros[v], row_sum, total))
-    return result
+        row_scale, row_sum = (_emit_row_factor(builder, spec, factors, part, group) for part in range(2))
+        scaled = emit_call(builder, "fma", total, builder.fmul(scales[vector], row_scale), builder.load(place, align=4))
+        builder.store(emit_call(builder, "fma", zeros[vector], row_sum, scaled), place, align=4)
+
+
+def _emit_factors(builder: Builder, spec: GroupSpec, address: Value, part: int, vector: int) -> Value:
+    """Scales (part 0) or zeros (part 1) of 8 columns."""
+    place = ir.Constant(I64, part * spec.columns + vector * _HALF)
+    stored = builder.load(emit_pointer(builder, address, place, F16, ir.VectorType(F16, _HALF)), align=2)
+    return builder.fpext(stored, _FLOATS)
+
+
+def _emit_row_factor(builder: Builder, spec: GroupSpec, factors: Value, part: int, group: Value) -> Value:
+    """A row's scale (part 0) or scaled sum of codes (part 1), for all columns."""
+    place = builder.add(group, ir.Constant(I64, part * (spec.depth // GROUP)))
+    return emit_splat(builder, builder.load(emit_pointer(builder, factors, place, F32), align=4), _HALF)
 
 
 class _Dots:
