@@ -34,12 +34,12 @@ class PackedLinear:
         self._launch = compile_launcher()
         width, depth = weight.shape
         if scale is not None and zero is not None:
-            self._kernel = compile_linear(width, 2 * depth, "int4", on_progress=on_progress)
-            self._panels = pack_groups(Int4Weight(weight, scale, zero), panel_columns("int4"))
-            return
-        weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
+            weights, depth = "int4", 2 * depth
+            self._panels = pack_groups(Int4Weight(weight, scale, zero), panel_columns(weights))
+        else:
+            weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
+            self._panels = pack_panels(weight, scale, panel_columns(weights), self._num_threads)
         self._kernel = compile_linear(width, depth, weights, on_progress=on_progress)
-        self._panels = pack_panels(weight, scale, panel_columns(weights), self._num_threads)
 
     @property
     def kernel(self) -> int:
