@@ -62,7 +62,7 @@ def build(
         kv_bytes_per_token=checkpoint.spec.kv_bytes_per_token(options.kv_dtype),
         num_params=checkpoint.spec.num_params,
         stages=clock.finish(),
-        warnings=checkpoint.notes,
+        warnings=(*checkpoint.notes, *compiled.notes),
     )
 
 

@@ -3,11 +3,12 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
 from trtcb.errors import PlanError, UsageError
+from trtcb.plugins.cpu.grouped import Int4Weight
 from trtcb.spec import ModelSpec
 from trtcb.tokenizer import TokenizerAssets
 
@@ -57,6 +58,17 @@ class Checkpoint(Protocol):
 
         The caller drops it before asking for the next, so that only one large tensor is resident.
         """
+
+
+@runtime_checkable
+class Int4Checkpoint(Protocol):
+    """A checkpoint that may hold matrices as ``int4`` weights, so that they need not be rounded again."""
+
+    def is_int4(self, name: str) -> bool:
+        """Whether a tensor is stored so."""
+
+    def int4(self, name: str) -> Int4Weight:
+        """One such tensor as it is stored, rows in the order of :meth:`Checkpoint.tensor`."""
 
 
 def llama_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -24,12 +24,16 @@ class CompileOptions:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the target adds to the plan. Tensors are loaded one at a time, while the plan is written."""
+    """What the target adds to the plan. Tensors are loaded one at a time, while the plan is written.
+
+    ``notes`` are sentences that a user should see.
+    """
 
     fingerprint: dict[str, str]
     sections: tuple[Section, ...]
     tensors: tuple[TensorSource, ...]
     versions: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 class Compiler(Protocol):

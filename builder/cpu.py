@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from trtcb.builder.checkpoint import Int4Checkpoint
 from trtcb.builder.compiler import Compiled, CompileOptions
 from trtcb.builder.export import build_graph
-from trtcb.builder.lower import WeightRecipe, lower
+from trtcb.builder.lower import Piece, WeightRecipe, lower
+from trtcb.errors import UsageError
 from trtcb.plan_writer import Section, TensorSource, numpy_dtype
-from trtcb.plugins.cpu.quantized import quantize, rotate
+from trtcb.plugins.cpu import grouped, quantized
 from trtcb.spec import WeightDtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from trtcb.builder.checkpoint import Checkpoint
+    from trtcb.plugins.cpu.grouped import Int4Weight
+    from trtcb.spec import ModelSpec
 
 _ROPE_TABLES = ("rope_cos", "rope_sin")
 
@@ -32,6 +36,8 @@ class CpuCompiler:
     def compile(self, checkpoint: Checkpoint, options: CompileOptions) -> Compiled:
         """Export the graph, lower it, and describe the sections; see :class:`~trtcb.builder.compiler.Compiler`."""
         limits = options.limits
+        if options.weight_dtype is WeightDtype.INT4:
+            _check_depths(checkpoint.spec)
         graph = build_graph(
             checkpoint.spec,
             dtype=options.weight_dtype.table_dtype,
@@ -52,6 +58,7 @@ class CpuCompiler:
                 for recipe in lowered.weights
             ),
             versions={"onnx": version("onnx")},
+            notes=_notes(checkpoint, lowered.weights),
         )
 
     def prepare(self, checkpoint: Checkpoint, options: CompileOptions, on_progress: Callable[[str], None]) -> None:
@@ -70,16 +77,41 @@ class CpuCompiler:
         config = KernelConfig.of(spec, options.kv_dtype, activation, options.limits.block_size)
         load_kernels(config, on_progress=on_progress)
         compile_pack(on_progress)
-        compile_linear(spec.vocab_size, spec.hidden_size, weights.value, on_progress=on_progress)
-        if own_products or weights is WeightDtype.INT8:
+        rounded, head = weights.quantized_rows, weights.head_dtype
+        compile_linear(spec.vocab_size, spec.hidden_size, head.value, on_progress=on_progress)
+        if head.quantized_rows is not None:
+            compile_quantizer(spec.hidden_size, head.quantized_rows, on_progress=on_progress)
+        if own_products or rounded is not None:
             for width, depth in spec.layer_shapes:
                 compile_linear(width, depth, weights.value, on_progress=on_progress)
-                if weights is WeightDtype.INT8:
-                    compile_quantizer(depth, on_progress=on_progress)
+                if rounded is not None:
+                    compile_quantizer(depth, rounded, on_progress=on_progress)
         if own_products:
             compile_step(on_progress)
         Sampler(spec.vocab_size, on_progress=on_progress)
         LogitEditor(spec.vocab_size, on_progress=on_progress)
+
+
+def _check_depths(spec: ModelSpec) -> None:
+    """Refuse what has no whole number of groups."""
+    for depth in sorted(depth for _, depth in spec.layer_shapes):
+        if depth % grouped.GROUP:
+            raise UsageError(
+                f"Int4 weights have a scale for each {grouped.GROUP} of a product's depth, and {spec.name} has a depth "
+                f"of {depth}: use --weight-dtype int8."
+            )
+
+
+def _notes(checkpoint: Checkpoint, recipes: Sequence[WeightRecipe]) -> tuple[str, ...]:
+    """Tell whether weights were rounded to 4 bits that had more."""
+    parts = [part for recipe in recipes if recipe.piece == "int4.codes" for part in recipe.parts]
+    num_rounded = sum(not (isinstance(checkpoint, Int4Checkpoint) and checkpoint.is_int4(part)) for part in parts)
+    if not num_rounded:
+        return ()
+    return (
+        f"{num_rounded} of {len(parts)} matrices are not stored in blocks of 4 bits (GGUF's Q4_0 or Q4_1) and were "
+        "rounded, by which small models lose much: measure it with --eval, or use --weight-dtype int8.",
+    )
 
 
 class _WeightLoader:
@@ -88,7 +120,7 @@ class _WeightLoader:
     def __init__(self, checkpoint: Checkpoint, max_positions: int) -> None:
         self._checkpoint = checkpoint
         self._max_positions = max_positions
-        self._rounded: tuple[tuple[str, ...], npt.NDArray[np.int8], npt.NDArray[np.float32]] | None = None
+        self._rounded: tuple[tuple[str, ...], dict[Piece, npt.NDArray[Any]]] | None = None
 
     def shape(self, recipe: WeightRecipe) -> tuple[int, ...]:
         """Shape of a tensor of the plan."""
@@ -96,14 +128,13 @@ class _WeightLoader:
             return (self._max_positions, self._checkpoint.spec.head_dim // 2)
         shapes = [self._checkpoint.shape(part) for part in recipe.parts]
         num_rows = sum(shape[0] for shape in shapes)
-        return (num_rows,) if recipe.is_scale else (num_rows, *shapes[0][1:])
+        return recipe.shape((num_rows, *shapes[0][1:]))
 
     def __call__(self, recipe: WeightRecipe) -> npt.NDArray[Any]:
         if recipe.parts[0] in _ROPE_TABLES:
             return self._checkpoint.spec.rope_tables(self._max_positions)[_ROPE_TABLES.index(recipe.parts[0])]
-        if recipe.dtype == "int8" or recipe.is_scale:
-            _, codes, scales = self._int8(recipe.parts)
-            return scales if recipe.is_scale else codes
+        if recipe.piece != "whole":
+            return self._pieces(recipe)[recipe.piece]
         out = np.empty(self.shape(recipe), numpy_dtype(recipe.dtype))
         row = 0
         for part in recipe.parts:
@@ -112,10 +143,35 @@ class _WeightLoader:
             row += len(tensor)
         return out
 
-    def _int8(self, parts: tuple[str, ...]) -> tuple[tuple[str, ...], npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-        """Codes and scales of stacked parts. In a plan one follows the other, so the last ones are kept."""
-        if self._rounded is None or self._rounded[0] != parts:
-            rounded = [quantize(rotate(self._checkpoint.tensor(part))) for part in parts]
-            codes, scales = (np.concatenate(arrays) for arrays in zip(*rounded, strict=True))
-            self._rounded = (parts, codes, scales)
-        return self._rounded
+    def _pieces(self, recipe: WeightRecipe) -> dict[Piece, npt.NDArray[Any]]:
+        """The tensors of quantised weights. In a plan one follows the other, so the last ones are kept."""
+        if self._rounded is None or self._rounded[0] != recipe.parts:
+            pieces = self._int4 if recipe.piece.startswith("int4") else self._int8
+            self._rounded = (recipe.parts, pieces(recipe.parts))
+        return self._rounded[1]
+
+    def _int8(self, parts: tuple[str, ...]) -> dict[Piece, npt.NDArray[Any]]:
+        rounded = [quantized.quantize(quantized.rotate(self._checkpoint.tensor(part))) for part in parts]
+        codes, scales = (np.concatenate(arrays) for arrays in zip(*rounded, strict=True))
+        return {"int8.codes": codes, "int8.scale": scales}
+
+    def _int4(self, parts: tuple[str, ...]) -> dict[Piece, npt.NDArray[Any]]:
+        weights = [self._int4_part(part) for part in parts]
+        return {
+            "int4.codes": np.concatenate([weight.codes for weight in weights]),
+            "int4.scale": np.concatenate([weight.scale for weight in weights]),
+            "int4.zero": np.concatenate([weight.zero for weight in weights]),
+        }
+
+    def _int4_part(self, part: str) -> Int4Weight:
+        """A matrix as the checkpoint stores it, or else rounded; raises ``UsageError`` where fp16 scales do not do."""
+        checkpoint = self._checkpoint
+        if isinstance(checkpoint, Int4Checkpoint) and checkpoint.is_int4(part):
+            weight = checkpoint.int4(part)
+        else:
+            weight = grouped.quantize(checkpoint.tensor(part))
+        if not (np.isfinite(weight.scale).all() and np.isfinite(weight.zero).all()):
+            raise UsageError(
+                f"{part} has numbers that the fp16 scales of int4 weights cannot hold: use --weight-dtype bf16."
+            )
+        return weight

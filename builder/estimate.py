@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from trtcb.memory import pool_memory
 from trtcb.plan_format import ITEM_BYTES
-from trtcb.plugins.cpu.quantized import row_bytes
+from trtcb.plugins.cpu.grouped import GROUP, WEIGHT_BYTES
+from trtcb.plugins.cpu.rows import row_bytes
 from trtcb.spec import BuildLimits, KVDtype, ModelSpec, WeightDtype
 
 # Tokenizer, graph, tables and padding: a few MB in every model seen (SmolLM2 3.5 MB, Llama 3 17 MB).
@@ -76,12 +77,22 @@ def _weight_bytes(spec: ModelSpec, weight_dtype: WeightDtype) -> int:
     table = spec.vocab_size * spec.hidden_size
     norms = (2 * spec.num_layers + 1) * spec.hidden_size
     layers = spec.num_params - norms - table * (1 if spec.tie_embeddings else 2)
-    is_int8 = weight_dtype is WeightDtype.INT8
-    heads = 0 if spec.tie_embeddings and not is_int8 else 1  # rounded, it is another tensor than the embedding
     outputs = spec.q_size + 2 * spec.kv_size + 2 * spec.hidden_size + 2 * spec.intermediate_size
-    scales = spec.num_layers * outputs + spec.vocab_size if is_int8 else 0
-    item, table_item = (ITEM_BYTES[name] for name in (weight_dtype.value, weight_dtype.table_dtype))
-    return (layers + heads * table) * item + table * table_item + (norms + scales) * 4
+    head = weight_dtype.head_dtype
+    is_stored_once = spec.tie_embeddings and head.value == weight_dtype.table_dtype
+    return (
+        _product_bytes(layers, spec.num_layers * outputs, weight_dtype)
+        + (0 if is_stored_once else _product_bytes(table, spec.vocab_size, head))
+        + table * ITEM_BYTES[weight_dtype.table_dtype]
+        + norms * 4
+    )
+
+
+def _product_bytes(num_weights: int, num_outputs: int, weight_dtype: WeightDtype) -> int:
+    if weight_dtype is WeightDtype.INT4:
+        return num_weights // GROUP * WEIGHT_BYTES
+    scales = 4 * num_outputs if weight_dtype is WeightDtype.INT8 else 0
+    return num_weights * ITEM_BYTES[weight_dtype.value] + scales
 
 
 def _activation_bytes(spec: ModelSpec, weight_dtype: WeightDtype, limits: BuildLimits) -> int:
@@ -89,7 +100,9 @@ def _activation_bytes(spec: ModelSpec, weight_dtype: WeightDtype, limits: BuildL
     width = 3 * spec.hidden_size + 3 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size
     token = width * 4
     row = (spec.vocab_size + 2 * spec.hidden_size) * 4  # per row of logits: its residual and hidden row as well
-    if weight_dtype is WeightDtype.INT8:
-        token += sum(row_bytes(inner) for inner in (spec.hidden_size, spec.q_size, spec.intermediate_size))
-        row += row_bytes(spec.hidden_size)
+    rounded, rounded_rows = weight_dtype.quantized_rows, weight_dtype.head_dtype.quantized_rows
+    if rounded is not None:
+        token += sum(row_bytes(rounded, inner) for inner in (spec.hidden_size, spec.q_size, spec.intermediate_size))
+    if rounded_rows is not None:
+        row += row_bytes(rounded_rows, spec.hidden_size)
     return limits.max_num_tokens * token + limits.max_batch_size * row

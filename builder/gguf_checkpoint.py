@@ -12,6 +12,7 @@ from trtcb.builder.gguf import BLOCK_TYPES, GgufFile, GgufTensor
 from trtcb.builder.gguf_spec import ROPE_FREQS, spec_from_gguf
 from trtcb.builder.gguf_tokenizer import gguf_assets
 from trtcb.errors import UsageError
+from trtcb.plugins.cpu.grouped import CODE_BYTES, GROUP, Int4Weight
 from trtcb.tokenizer import TokenizerAssets
 
 _LAYER_NAMES = {
@@ -92,13 +93,30 @@ class GgufCheckpoint:
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
         """Float32 values in Hugging Face's row order; a view of the file if it is stored so."""
         shape = self.shape(name)
-        stored = self._stored(name)
-        blocks = self._file.blocks(stored)
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            blocks = blocks[_half_split_rows(shape[0], self.spec.head_dim)]
-        if stored.kind == "F32":
+        kind, blocks = self._stored(name).kind, self._rows(name)
+        if kind == "F32":
             return blocks.view(np.float32).reshape(shape)
-        return _dequantize(blocks, stored.kind, shape)
+        return _dequantize(blocks, kind, shape)
+
+    def is_int4(self, name: str) -> bool:
+        """Whether a tensor is stored as Q4_0 or Q4_1."""
+        return self._stored(name).kind in ("Q4_0", "Q4_1")
+
+    def int4(self, name: str) -> Int4Weight:
+        """One such tensor: codes and scales of its blocks. A zero of Q4_0, whose codes are centred, is -8 scales."""
+        num_rows, depth = self.shape(name)
+        blocks = self._rows(name).reshape(num_rows, depth // GROUP, -1)
+        factors = np.ascontiguousarray(blocks[..., :-CODE_BYTES]).view("<f2")
+        scale = factors[..., 0]
+        zero = -8 * scale if self._stored(name).kind == "Q4_0" else factors[..., 1]
+        return Int4Weight(blocks[..., -CODE_BYTES:].reshape(num_rows, -1), scale, zero)
+
+    def _rows(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor's rows, in Hugging Face's order."""
+        blocks = self._file.blocks(self._stored(name))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            return blocks[_half_split_rows(len(blocks), self.spec.head_dim)]
+        return blocks
 
     def _stored(self, name: str) -> GgufTensor:
         return self._file.tensors[_gguf_name(name)]

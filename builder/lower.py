@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from trtcb.errors import TrtcbError
+from trtcb.plugins.cpu.grouped import GROUP
 from trtcb.program import Call, Program, Rows, Value
 from trtcb.spec import ModelSpec, WeightDtype
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import onnx
+
+
+Piece = Literal["whole", "int8.codes", "int8.scale", "int4.codes", "int4.scale", "int4.zero"]
 
 
 class LoweringError(TrtcbError):
@@ -31,13 +35,23 @@ class LoweringError(TrtcbError):
 class WeightRecipe:
     """A tensor of the plan: the ``parts`` (initialiser names) stacked along their rows, stored as ``dtype``.
 
-    With ``is_scale`` it is not their rows, rotated and rounded to int8, but the scales of those.
+    Quantised weights are several tensors: ``int8`` ones, rotated and rounded, have a scale a row; ``int4`` ones are
+    packed, two a byte, and have a scale and a zero for each group of the depth.
     """
 
     name: str
     parts: tuple[str, ...]
     dtype: str
-    is_scale: bool = False
+    piece: Piece = "whole"
+
+    def shape(self, stacked: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor, whose stacked parts have the given one."""
+        num_rows, *depth = stacked
+        if self.piece in ("whole", "int8.codes"):
+            return stacked
+        if self.piece == "int8.scale":
+            return (num_rows,)
+        return (num_rows, depth[0] // (2 if self.piece == "int4.codes" else GROUP))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +125,7 @@ class _Lowering:
     calls: list[Call] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    weights: dict[tuple[tuple[str, ...], str, bool], WeightRecipe] = field(default_factory=dict)
+    weights: dict[tuple[tuple[str, ...], str, str], WeightRecipe] = field(default_factory=dict)
     quantized: dict[_Ref, _Ref] = field(default_factory=dict)
     num_layers: int = 0
 
@@ -203,12 +217,9 @@ class _Lowering:
         if role is None:
             raise self._unknown(node)
         name = "lm_head" if role == "logits" else _fused_name(parts)
-        weights: tuple[str, ...]
-        if self.weight_dtype is WeightDtype.INT8:
-            weights = (self._weight(name, parts, "int8"), self._weight(f"{name}.scale", parts, "fp32", is_scale=True))
-            source = self._quantize(source)
-        else:
-            weights = (self._weight(name, parts, self.weight_dtype.value),)
+        kind = self.weight_dtype.head_dtype if role == "logits" else self.weight_dtype
+        weights = self._product_weights(name, parts, kind)
+        source = self._quantize(source, kind)
         dtype = "fp32" if role == "logits" else self.dtype
         out = self._emit("linear", (source,), role, rows, sum(widths), dtype, weights)
         offset = 0
@@ -216,11 +227,30 @@ class _Lowering:
             self.meaning[gemm.output[0]] = _Ref(out.name, out.version, offset, width)
             offset += width
 
-    def _quantize(self, source: _Ref) -> _Ref:
-        """Rows of a value as the products want them."""
+    def _product_weights(self, name: str, parts: tuple[str, ...], kind: WeightDtype) -> tuple[str, ...]:
+        if kind is WeightDtype.INT8:
+            recipes = [
+                WeightRecipe(name, parts, "int8", "int8.codes"),
+                WeightRecipe(f"{name}.scale", parts, "fp32", "int8.scale"),
+            ]
+        elif kind is WeightDtype.INT4:
+            recipes = [
+                WeightRecipe(name, parts, "uint8", "int4.codes"),
+                WeightRecipe(f"{name}.scale", parts, "fp16", "int4.scale"),
+                WeightRecipe(f"{name}.zero", parts, "fp16", "int4.zero"),
+            ]
+        else:
+            recipes = [WeightRecipe(name, parts, kind.value)]
+        return tuple(map(self._stored, recipes))
+
+    def _quantize(self, source: _Ref, kind: WeightDtype) -> _Ref:
+        """Rows of a value as products with a type of weights want them."""
+        dtype = kind.quantized_rows
+        if dtype is None:
+            return source
         if source not in self.quantized:
             rows = self.values[source.name].rows
-            out = self._emit("quantize", (source,), f"{source.name}_int8", rows, source.width, "int8")
+            out = self._emit("quantize", (source,), f"{source.name}_{dtype}", rows, source.width, dtype)
             self.quantized[source] = out
         return self.quantized[source]
 
@@ -316,10 +346,12 @@ class _Lowering:
         self.calls.append(Call(op, tuple(ref.name for ref in inputs), (out,), weights, attributes or {}))
         return _Ref(out, self.versions[out], 0, width)
 
-    def _weight(self, name: str, parts: tuple[str, ...], dtype: str, *, is_scale: bool = False) -> str:
+    def _weight(self, name: str, parts: tuple[str, ...], dtype: str) -> str:
+        return self._stored(WeightRecipe(name, parts, dtype))
+
+    def _stored(self, recipe: WeightRecipe) -> str:
         """Ask for a tensor of the plan; equal contents are stored once, under the first name (a tied head)."""
-        recipe = WeightRecipe(name, parts, dtype, is_scale)
-        return self.weights.setdefault((parts, dtype, is_scale), recipe).name
+        return self.weights.setdefault((recipe.parts, recipe.dtype, recipe.piece), recipe).name
 
     def _num_rows(self, initializer: str) -> int:
         for tensor in self.graph.initializer:

@@ -48,11 +48,11 @@ def allocate_values(program: Program, max_num_tokens: int, max_num_logits: int) 
     """Zeroed storage for every value, wide enough for the largest step."""
     import torch
 
-    from trtcb.plugins.cpu.quantized import row_bytes
+    from trtcb.plugins.cpu.rows import QUANTIZED
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
     rows = {"tokens": max_num_tokens, "logits": max_num_logits}
-    widths = {v.name: row_bytes(v.width) if v.dtype == "int8" else v.width for v in program.values}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, **dict.fromkeys(QUANTIZED, torch.uint8)}
+    widths = {v.name: QUANTIZED[v.dtype](v.width) if v.dtype in QUANTIZED else v.width for v in program.values}
     return {v.name: torch.zeros(rows[v.rows], widths[v.name], dtype=dtypes[v.dtype]) for v in program.values}
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trtcb.errors import PlanError
 from trtcb.executor.call_list import BindOp, Op, Step, Values
 from trtcb.executor.linear import as_tensor, pack_linear, padded_rows
+from trtcb.plugins.cpu.rows import QUANTIZED
 
 if TYPE_CHECKING:
     import torch
@@ -85,8 +86,8 @@ class PortableOps:
     def _linear(self, call: Call, program: Program, values: Values) -> Op:
         source, out = program.value(call.inputs[0]), program.value(call.outputs[0])
         name = call.weights[0]
-        if source.dtype == "int8":
-            return self._int8_linear(call, values[source.name].data_ptr(), values[out.name].data_ptr(), source.rows)
+        if source.dtype in QUANTIZED:
+            return self._quantized_linear(call, values[source.name], values[out.name], source.rows)
         if out.name == "logits" and self._plan.tensors[name].dtype == "bf16":
             return self._head(name, values[source.name], values[out.name])
         multiply = pack_linear(as_tensor(self._plan.tensor(name)))
@@ -102,15 +103,17 @@ class PortableOps:
         from trtcb.plugins.cpu.quantizer import Quantizer
 
         out = program.value(call.outputs[0])
-        x, y, quantizer = values[call.inputs[0]].data_ptr(), values[out.name].data_ptr(), Quantizer(out.width)
+        x, y = values[call.inputs[0]].data_ptr(), values[out.name].data_ptr()
+        quantizer = Quantizer(out.width, out.dtype)
         return lambda step: quantizer.quantize(x, y, step.num_rows(out.rows))
 
-    def _int8_linear(self, call: Call, x: int, y: int, rows: Rows) -> Op:
+    def _quantized_linear(self, call: Call, source: torch.Tensor, out: torch.Tensor, rows: Rows) -> Op:
         from trtcb.plugins.cpu.linear import PackedLinear
 
         linear = PackedLinear(*map(self._plan.tensor, call.weights))
         for name in call.weights:
             self._drop(name)
+        x, y = source.data_ptr(), out.data_ptr()
         return lambda step: linear.multiply(x, y, step.num_rows(rows))
 
     def _head(self, name: str, hidden: torch.Tensor, logits: torch.Tensor) -> Op:

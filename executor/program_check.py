@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trtcb.errors import PlanError
 from trtcb.plan_format import PlanHeader, TensorInfo
+from trtcb.plugins.cpu.grouped import GROUP
 from trtcb.program import Call, Program, Value
 from trtcb.spec import WeightDtype
 
@@ -120,19 +121,34 @@ def _sized(call: Call, values: Mapping[str, Value], header: PlanHeader) -> _Sign
     model, weights = header.model, WeightDtype(header.weight_dtype)
     width = values[call.inputs[0]].width if call.inputs else 0
     out = values[call.outputs[0]]
-    if call.op == "quantize":
-        if width not in (model.hidden_size, model.q_size, model.intermediate_size):
-            return None
-        return _Signature(((width, "fp32"),), (width, "int8"))
     is_head = out.name == "logits"
+    kind = weights.head_dtype if out.rows == "logits" else weights
+    rounded = kind.quantized_rows
+    if kind is WeightDtype.INT4 and width % GROUP:
+        return None
+    if call.op == "quantize":
+        if rounded is None or width not in (model.hidden_size, model.q_size, model.intermediate_size):
+            return None
+        return _Signature(((width, "fp32"),), (width, rounded))
     if (out.width, width) not in (((model.vocab_size, model.hidden_size),) if is_head else model.layer_shapes):
         return None
-    rows = "logits" if is_head else "tokens"
+    act = weights.activation_dtype
+    return _Signature(
+        ((width, rounded or act),),
+        (out.width, "fp32" if is_head else act),
+        _product_weights(out.width, width, kind),
+        rows="logits" if is_head else "tokens",
+    )
+
+
+def _product_weights(width: int, depth: int, weights: WeightDtype) -> tuple[Weight, ...]:
+    """What a product multiplies with."""
     if weights is WeightDtype.INT8:
-        scaled: tuple[Weight, ...] = (((out.width, width), "int8"), ((out.width,), "fp32"))
-        return _Signature(((width, "int8"),), (out.width, "fp32"), scaled, rows)
-    weight: Weight = ((out.width, width), weights.value)
-    return _Signature(((width, weights.value),), (out.width, "fp32" if is_head else weights.value), (weight,), rows)
+        return (((width, depth), "int8"), ((width,), "fp32"))
+    if weights is WeightDtype.INT4:
+        factors: Weight = ((width, depth // GROUP), "fp16")
+        return (((width, depth // 2), "uint8"), factors, factors)
+    return (((width, depth), weights.value),)
 
 
 def _check_call(

@@ -13,7 +13,7 @@ from trtcb.executor.token_drawer import TokenDrawer
 from trtcb.plan import Plan
 from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
 from trtcb.plugins.cpu.pools import PoolArrays, allocate_pools, copy_blocks, pool_addresses
-from trtcb.plugins.cpu.quantized import row_bytes
+from trtcb.plugins.cpu.rows import QUANTIZED, row_bytes
 from trtcb.plugins.cpu.step import CallTimes, StepFunction, StepWord
 from trtcb.program import Value
 
@@ -99,6 +99,6 @@ class StepEngine:
 
 
 def _allocate(value: Value, num_rows: int) -> npt.NDArray[Any]:
-    if value.dtype == "int8":
-        return np.zeros((num_rows, row_bytes(value.width)), np.uint8)
+    if value.dtype in QUANTIZED:
+        return np.zeros((num_rows, row_bytes(value.dtype, value.width)), np.uint8)
     return np.zeros((num_rows, value.width), np.float32)

@@ -104,7 +104,7 @@ class StepOps:
         return KernelCall(linear.kernel, parts, (x, linear.panels, y, _ROWS[out.rows]))
 
     def _quantize(self, call: Call, out: Value) -> KernelCall:
-        quantizer = Quantizer(out.width)
+        quantizer = Quantizer(out.width, out.dtype)
         self._kept.append(quantizer)
         arguments = (self._at(call.inputs[0]), self._at(out.name), _ROWS[out.rows])
         return KernelCall(quantizer.kernel, _PARTS[out.rows], arguments)

@@ -46,7 +46,7 @@ class BuildConfig(BaseModel):
     model: str = Field(min_length=1)
     output: Path | None = None
     target: Literal["auto", "cpu", "cuda", "tensorrt", "tensorrt-rtx"] = "auto"
-    weight_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
+    weight_dtype: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
     kv_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = "auto"
     max_batch_size: Annotated[int, Field(ge=1, le=4096)] = 64
     max_num_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
@@ -81,7 +81,7 @@ class BuildConfig(BaseModel):
         return WeightDtype.FP32 if checkpoint_dtype == "fp32" else WeightDtype.BF16
 
     def kv_type(self, checkpoint_dtype: str) -> KVDtype:
-        """Resolve ``auto`` to the type of the weights, and beside int8 ones to bf16."""
+        """Resolve ``auto`` to the type of the weights, and beside int8 and int4 ones to bf16."""
         if self.kv_dtype != "auto":
             return KVDtype(self.kv_dtype)
         return KVDtype(self.weight_type(checkpoint_dtype).table_dtype)

@@ -39,7 +39,7 @@ MAX_FILE_BYTES: Final = 1 << 46
 
 TENSOR_TABLE: Final = "tensors"
 WEIGHTS: Final = "weights"
-ITEM_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+ITEM_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "uint8": 1}
 
 
 class FormatError(ValueError):

@@ -60,8 +60,8 @@ class Section:
 class TensorSource:
     """One tensor to write. ``load`` is called once, when its turn comes; its array is dropped before the next one's.
 
-    ``dtype`` is ``fp32``, ``bf16`` (``ml_dtypes.bfloat16``), ``fp16`` or ``int8``; the array must have that type and
-    ``shape``.
+    ``dtype`` is ``fp32``, ``bf16`` (``ml_dtypes.bfloat16``), ``fp16``, ``int8`` or ``uint8``; the array must have that
+    type and ``shape``.
     """
 
     name: str
@@ -77,7 +77,7 @@ def numpy_dtype(name: str) -> "np.dtype[Any]":
 
         bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return bfloat16
-    return np.dtype({"fp32": "<f4", "fp16": "<f2", "int8": "i1"}[name])
+    return np.dtype({"fp32": "<f4", "fp16": "<f2", "int8": "i1", "uint8": "u1"}[name])
 
 
 def plan_size(header: PlanHeader, sections: Sequence[Section], tensors: Sequence[TensorSource]) -> int:

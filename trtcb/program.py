@@ -10,8 +10,10 @@ op                   inputs            outputs        meaning
 ``embedding``        --                residual fp32  rows of the weight by ``input_ids``
 ``rms_norm``         residual          hidden         normalise with ``eps``; the weight is the gain
 ``add_rms_norm``     residual, delta   hidden         residual += delta in place, then the norm
-``linear``           x                 y              ``x @ weight.T``, weight ``[N, K]``; int8 with its scales ``[N]``
-``quantize``         x fp32            y int8         rotate rows and round them, see ``plugins/cpu/quantized.py``
+``linear``           x                 y              ``x @ weight.T``, weight ``[N, K]``; int8 with its scales ``[N]``;
+                                                      int4: codes ``[N, K / 2]``, scales and zeros ``[N, K / 32]``
+``quantize``         x fp32            y int8         rotate rows and round them, see ``plugins/cpu/quantized.py``;
+                                                      to int8_g32 in groups, see ``plugins/cpu/grouped.py``
 ``rope_kv_write``    qkv               query fp32     rotate q and k by tables cos and sin; write k and v of ``layer``
 ``paged_attention``  query             context        causal attention of ``layer`` over the pool
 ``swiglu``           gate, up in a row  hidden        ``silu(gate) * up``
@@ -29,7 +31,10 @@ Rows = Literal["tokens", "logits"]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One intermediate of the step: ``[rows, width]`` of ``fp32``, ``bf16``, or ``int8`` with a scale a row."""
+    """One intermediate of the step: ``[rows, width]`` of a type.
+
+    ``fp32``, ``bf16``, ``int8`` with a scale a row, or ``int8_g32`` with a scale for each 32 elements of a row.
+    """
 
     name: str
     rows: Rows

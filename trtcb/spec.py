@@ -13,22 +13,35 @@ class WeightDtype(str, Enum):
     """How weights are stored and multiplied.
 
     ``int8`` means weights and activations of all layers: one scale per output and per row, both rotated along the depth
-    so that 8 bits suffice, no calibration. The head is stored so as well; the embedding stays ``bf16``.
+    so that 8 bits suffice, no calibration. ``int4`` means weights of 4 bits with a scale and a zero for each 32 along
+    the depth, as GGUF's Q4_1, and activations of 8 bits with a scale for each 32. The head of both is ``int8``, their
+    embedding ``bf16``.
     """
 
     FP32 = "fp32"
     BF16 = "bf16"
     INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def quantized_rows(self) -> str | None:
+        """Type of the rounded activations that products read; None if they read them as they are."""
+        return {"int8": "int8", "int4": "int8_g32"}.get(self.value)
 
     @property
     def table_dtype(self) -> str:
         """Type of the embedding."""
-        return "bf16" if self is WeightDtype.INT8 else self.value
+        return self.value if self.quantized_rows is None else "bf16"
+
+    @property
+    def head_dtype(self) -> "WeightDtype":
+        """Type of the head: it decides between tokens, and 4 bits would cost more there than they save."""
+        return WeightDtype.INT8 if self is WeightDtype.INT4 else self
 
     @property
     def activation_dtype(self) -> str:
         """Type of what passes between operators."""
-        return "fp32" if self is WeightDtype.INT8 else self.value
+        return self.value if self.quantized_rows is None else "fp32"
 
 
 class KVDtype(str, Enum):

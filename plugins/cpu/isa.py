@@ -47,6 +47,8 @@ def panel_columns(weights: str) -> int:
     """Columns of a panel of packed weights: enough accumulators to hide the latency of a single row's additions."""
     if weights == "int8":  # whole numbers are added at once
         return 32 if has_feature("avx512f") else 16
+    if weights == "int4":
+        return 16
     return 64 if has_feature("avx512f") else 32
 
 
@@ -54,6 +56,8 @@ def product_tile(weights: str) -> tuple[int, int]:
     """Rows and 16-lane vectors of the largest tile of a product: what registers hold. Speed only, never bits."""
     if weights == "int8":
         return (8, 2) if has_feature("avx512f") else (4, 1)
+    if weights == "int4":
+        return (4, 1)
     return (6, 4) if has_feature("avx512f") else (6, 1)
 
 

@@ -3,14 +3,16 @@
 With bf16 or fp32 weights, rows are fp32, and every element is one chain of fused multiply-adds in order of depth,
 whatever the number of rows and of threads. Nothing is rounded to bf16: a logit of 20 would be off by up to 0.06, and
 the best two tokens are often closer. With int8 weights, rows are what ``quantized.py`` describes, and sums are exact.
+With int4 weights, rows and panels are what ``grouped.py`` describes.
 
 Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]`` (int8: ``[panel, depth / 4,
 columns, 4]`` and the columns' scales), the last one padded with zeros. A panel stays in the cache while all rows pass
 over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a large tile may cover only some of a panel's columns.
 """
 
+from trtcb.plugins.cpu import grouped, quantized
 from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
-from trtcb.plugins.cpu.quantized import row_bytes
+from trtcb.plugins.cpu.group_tile import GroupSpec, define_group_tile
 from trtcb.plugins.cpu.simd import jit, read_f32, read_i64, stack, write_f32
 from trtcb.plugins.cpu.tile import TileSpec, define_tile
 from trtcb.plugins.cpu.vector_ir import LANES
@@ -25,13 +27,18 @@ VECTORS = 4
 # --- end of constants ---
 
 IS_INT8 = WEIGHTS == "int8"
-WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}[WEIGHTS]
-X_BYTES = row_bytes(DEPTH) if IS_INT8 else DEPTH * 4
-PANEL_BYTES = DEPTH * PANEL * WEIGHT_BYTES + (PANEL * 4 if IS_INT8 else 0)
+IS_INT4 = WEIGHTS == "int4"
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0}[WEIGHTS]  # of one alone
+if IS_INT4:
+    X_BYTES, PANEL_BYTES = grouped.row_bytes(DEPTH), DEPTH // grouped.GROUP * grouped.WEIGHT_BYTES * PANEL
+elif IS_INT8:
+    X_BYTES, PANEL_BYTES = quantized.row_bytes(DEPTH), (DEPTH + 4) * PANEL
+else:
+    X_BYTES, PANEL_BYTES = 4 * DEPTH, WEIGHT_BYTES * DEPTH * PANEL
 NUM_PANELS = -(-WIDTH // PANEL)
 NUM_WHOLE = WIDTH // PANEL
 LARGE = ROWS
-PIECE = VECTORS * LANES  # columns of a large tile
+PIECE = VECTORS * LANES  # columns of a large tile; all of them where weights are quantised
 MEDIUM = max(1, LARGE // 3)
 AHEAD = 4096  # bytes between what is multiplied and what is fetched: hides the latency of main memory
 
@@ -39,6 +46,8 @@ AHEAD = 4096  # bytes between what is multiplied and what is fetched: hides the 
 def define_product(rows: int, columns: int, c_stride: int, *, fetch: bool):  # type: ignore[no-untyped-def]  # noqa: ANN201
     """Make the product of ``rows`` rows with columns of a panel. Only the first to touch a panel fetches it."""
     vectors = columns // LANES
+    if IS_INT4:
+        return define_group_tile(GroupSpec(rows, PANEL, DEPTH, X_BYTES, c_stride, fetch))
     if IS_INT8:
         fetched = 4 * PANEL if fetch else 0
         return define_dot_tile(DotSpec(rows, vectors, DEPTH, X_BYTES, 2 * DEPTH, c_stride, fetched))

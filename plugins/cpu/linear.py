@@ -1,4 +1,4 @@
-"""Products with a weight on the CPU: bf16 and fp32 weights times fp32 rows, int8 ones times quantised rows."""
+"""Products with a weight on the CPU: bf16 and fp32 weights times fp32 rows, int8 and int4 ones times quantised rows."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from trtcb.errors import UsageError
 from trtcb.plugins.cpu.arena import Arena
+from trtcb.plugins.cpu.grouped import Int4Weight, pack_groups
 from trtcb.plugins.cpu.isa import panel_columns, product_tile
 from trtcb.plugins.cpu.quantized import MAX_DEPTH
 from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher
@@ -16,25 +17,32 @@ from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_laun
 class PackedLinear:
     """Packed weights and the kernel for their shape. ``weight`` is ``[N, K]`` bf16, fp32 or int8 and not kept.
 
-    K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. A row's result does not depend
-    on how many others there are, or on the number of threads. Panels lie in ``memory``, if given, beside others that
-    are read in turn.
+    K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. Int4 weights are the three
+    arrays of :class:`~trtcb.plugins.cpu.grouped.Int4Weight`. A row's result does not depend on how many others there
+    are, or on the number of threads. Panels lie in ``memory``, if given, beside others that are read in turn.
     """
 
     def __init__(
         self,
         weight: npt.NDArray[Any],
-        scale: npt.NDArray[np.float32] | None = None,
+        scale: npt.NDArray[Any] | None = None,
+        zero: npt.NDArray[np.float16] | None = None,
         *,
         memory: Arena | None = None,
         num_threads: int | None = None,
         on_progress: Progress | None = None,
     ) -> None:
         self._num_threads = numba.get_num_threads() if num_threads is None else num_threads
-        weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
-        self._kernel = compile_linear(weight.shape[0], weight.shape[1], weights, on_progress=on_progress)
         self._launch = compile_launcher()
-        self._panels = pack_panels(weight, scale, panel_columns(weights), self._num_threads, memory)
+        memory = Arena() if memory is None else memory
+        width, depth = weight.shape
+        if scale is not None and zero is not None:
+            weights, depth = "int4", 2 * depth
+            self._panels = pack_groups(Int4Weight(weight, scale, zero), panel_columns(weights), memory)
+        else:
+            weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
+            self._panels = pack_panels(weight, scale, panel_columns(weights), memory, self._num_threads)
+        self._kernel = compile_linear(width, depth, weights, on_progress=on_progress)
 
     @property
     def kernel(self) -> int:
@@ -88,12 +96,12 @@ def pack_panels(
     weight: npt.NDArray[Any],
     scale: npt.NDArray[np.float32] | None,
     columns: int,
+    memory: Arena,
     num_threads: int,
-    memory: Arena | None = None,
 ) -> npt.NDArray[np.uint8]:
     """``[N, K]`` -> ``[panels, bytes]``: ``[K, columns]`` items; of int8 ``[K / 4, columns, 4]``, then fp32 scales.
 
-    Missing columns are zero. The result lies in ``memory``, or in some of its own.
+    Missing columns are zero. The result lies in ``memory``.
     """
     width, depth = weight.shape
     rows = np.ascontiguousarray(weight)
@@ -101,9 +109,7 @@ def pack_panels(
     num_items = depth * weight.dtype.itemsize // (4 if is_wide else 2)
     num_panels, weight_bytes = -(-width // columns), depth * weight.dtype.itemsize * columns
     panel_bytes = weight_bytes + (0 if scale is None else 4 * columns)
-    num_bytes = num_panels * panel_bytes
-    panels = np.zeros(num_bytes, np.uint8) if memory is None else memory.take(num_bytes)
-    panels = panels.reshape(num_panels, panel_bytes)
+    panels = memory.take(num_panels * panel_bytes).reshape(num_panels, panel_bytes)
     arguments = (rows.ctypes.data, panels.ctypes.data, width, num_items, columns, panel_bytes, is_wide)
     compile_launcher()(compile_pack().address, num_threads, *arguments, *(0,) * 5)
     if scale is not None:

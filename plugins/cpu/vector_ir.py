@@ -64,17 +64,17 @@ def constant(element: Any, value: float, lanes: int = LANES) -> Value:
     return ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
 
 
-def emit_splat(builder: Builder, scalar: Value) -> Value:
+def emit_splat(builder: Builder, scalar: Value, lanes: int = LANES) -> Value:
     """Broadcast a scalar to all lanes."""
-    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(INTEGERS, [0] * LANES))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
 
 
 def emit_call(builder: Builder, name: str, *arguments: Value) -> Value:
     """Call an overloaded LLVM intrinsic whose result has the type of its first argument."""
     kind = arguments[0].type
-    suffix = "f32" if kind == F32 else f"v{LANES}f32"
+    suffix = "f32" if kind == F32 else f"v{kind.count}f32"
     full_name = f"llvm.{name}.{suffix}"
     callee = builder.module.globals.get(full_name)
     if callee is None:

@@ -8,6 +8,7 @@ from numba import cfunc
 
 from trtcb.errors import UsageError
 from trtcb.plugins.cpu import dot_tile, quantized
+from trtcb.plugins.cpu.arena import Arena
 from trtcb.plugins.cpu.linear import PackedLinear, compile_linear, pack_panels
 from trtcb.plugins.cpu.quantizer import Quantizer
 from trtcb.plugins.cpu.simd import JIT_OPTIONS
@@ -125,7 +126,7 @@ def test_other_instructions_have_the_same_bits(monkeypatch, features):
     def run(a, b, c):
         tile(a, b, c, 64, b)
 
-    panels, out = pack_panels(codes, scale, width, 1), np.zeros((3, width), np.float32)
+    panels, out = pack_panels(codes, scale, width, Arena(), 1), np.zeros((3, width), np.float32)
     run.ctypes(rows.ctypes.data, panels.ctypes.data, out.ctypes.data)
     x_codes, x_scale = unpacked(rows, depth)
     sums = (x_codes.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)

@@ -75,6 +75,15 @@ def test_a_build_is_one_whole_plan(built: Path) -> None:
         assert sum(call.op == "rope_kv_write" for call in program.calls) == layers
 
 
+def test_an_int4_build_says_that_it_rounded_and_the_plan_generates(tmp_path: Path) -> None:
+    path = tmp_path / "x.plan"
+    result = trtcb("build", *MODEL, "--weight-dtype", "int4", "-o", path)
+    assert result.returncode == 0, result.stderr
+    assert "warning: 14 of 14 matrices are not stored in blocks of 4 bits" in result.stderr
+    text = trtcb("generate", path, "abc", "--max-tokens", "4", "--temperature", "0")
+    assert text.returncode == 0, text.stderr
+
+
 def test_the_same_build_gives_the_same_bytes(built: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.plan"
     result = trtcb("build", *MODEL, "--kv-dtype", "fp8", "--max-num-seqs", "4", "-o", again, "--json")

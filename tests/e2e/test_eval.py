@@ -16,7 +16,7 @@ from trtcb.builder.build import build
 from trtcb.config import BuildConfig
 from trtcb.errors import OutOfMemoryError, TargetUnavailableError
 from trtcb.evaluation.evaluation import EvalOptions, Evaluation, evaluate
-from trtcb.evaluation.limits import DriftLimits
+from trtcb.evaluation.limits import INT4_MAX_KL, DriftLimits
 from trtcb.plan import Plan
 from trtcb.spec import BuildLimits, KVDtype, WeightDtype
 
@@ -240,21 +240,15 @@ def test_a_build_of_random_weights_says_why_it_is_not_measured(tmp_path: Path) -
 
 
 @pytest.mark.model
-def test_a_build_of_the_real_model_prints_the_short_form(smollm2_gguf: Path, tmp_path: Path) -> None:
-    result = trtcb(
-        "build",
-        "--model",
-        smollm2_gguf,
-        "--weight-dtype",
-        "fp32",
-        "--kv-dtype",
-        "int8",
-        "--eval",
-        "-o",
-        tmp_path / "x.plan",
-    )
+@pytest.mark.parametrize(("weight_dtype", "kv_dtype"), [("fp32", "int8"), ("int4", "bf16")])
+def test_a_build_of_the_real_model_prints_the_short_form(
+    smollm2_gguf: Path, tmp_path: Path, weight_dtype: str, kv_dtype: str
+) -> None:
+    types = ("--weight-dtype", weight_dtype, "--kv-dtype", kv_dtype)
+    result = trtcb("build", "--model", smollm2_gguf, *types, "--eval", "-o", tmp_path / "x.plan")
     assert result.returncode == 0, result.stderr
     assert "against fp32 top-1 9" in result.stdout
+    assert "warning" not in result.stderr  # the blocks of the file are taken over
 
 
 # Perplexity, KL (design: int8 +0.1 % and 0.002, fp8 +0.5 % and 0.008, against fp32 KV with the same weights).
@@ -283,6 +277,14 @@ def test_int8_weights_are_within_the_accepted_limits(smollm2_plan) -> None:
     found = measured(smollm2_plan("int8", "bf16"), smollm2_plan("fp32", "fp32"), max_tokens=4096, greedy=False)
     assert found.drift is not None
     DriftLimits(max_kl=0.006, min_top1=0.955, min_top1_clear=0.993).check(found.drift)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_int4_weights_of_a_4_bit_file_are_within_the_accepted_limits(smollm2_plan) -> None:
+    found = measured(smollm2_plan("int4", "bf16"), smollm2_plan("fp32", "fp32"), max_tokens=4096, greedy=False)
+    assert found.drift is not None
+    DriftLimits(max_kl=INT4_MAX_KL, min_top1=0.955, min_top1_clear=0.99).check(found.drift)
 
 
 @pytest.mark.model

@@ -70,9 +70,10 @@ def test_quantised_kv_keeps_the_argmax(smollm2_plan, windows, kv_dtype, least):
     assert agreement(smollm2_plan("fp32", kv_dtype), windows[:1], expected) >= least - 0.01  # a quarter of the text
 
 
-def test_int8_weights_keep_the_argmax(smollm2_plan, windows):
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_quantised_weights_keep_the_argmax(smollm2_plan, windows, weight_dtype):
     expected = np.array(REFERENCE["windows"][0]["argmax"])
-    assert agreement(smollm2_plan("int8", "bf16"), windows[:1], expected) >= 0.94  # a quarter of the text
+    assert agreement(smollm2_plan(weight_dtype, "bf16"), windows[:1], expected) >= 0.94  # a quarter of the text
 
 
 @pytest.mark.slow

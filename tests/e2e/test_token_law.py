@@ -75,7 +75,7 @@ MORE_SETTINGS = {
 @pytest.mark.parametrize("all_settings", [SETTINGS, pytest.param(MORE_SETTINGS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("weight_dtype", "kv_dtype"),
-    [("bf16", "fp8"), ("int8", "int8"), pytest.param("fp32", "fp32", marks=pytest.mark.slow)],
+    [("bf16", "fp8"), ("int8", "int8"), ("int4", "bf16"), pytest.param("fp32", "fp32", marks=pytest.mark.slow)],
 )
 def test_tokens_equal_the_solo_run(smollm2_plan, weight_dtype, kv_dtype, all_settings):
     plan = smollm2_plan(weight_dtype, kv_dtype)

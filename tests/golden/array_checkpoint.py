@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trtcb.builder.random_weights import RandomCheckpoint
+from trtcb.plugins.cpu import grouped
 from trtcb.spec import ModelSpec
 
 TINY = ModelSpec(
@@ -40,3 +41,12 @@ class ArrayCheckpoint:
 def random_checkpoint(spec: ModelSpec, seed: int = 0) -> ArrayCheckpoint:
     source = RandomCheckpoint(spec, seed)
     return ArrayCheckpoint(spec, {name: source.tensor(name) for name in source.tensor_names()})
+
+
+def on_int4_grid(checkpoint: ArrayCheckpoint) -> ArrayCheckpoint:
+    """The same with the weights of its layers rounded, so that ``int4`` stores them exactly."""
+    rounded = {
+        name: grouped.dequantize(grouped.quantize(tensor)) if ".layers." in name and tensor.ndim == 2 else tensor
+        for name, tensor in checkpoint.tensors.items()
+    }
+    return ArrayCheckpoint(checkpoint.spec, rounded)

@@ -120,6 +120,7 @@ def test_types_follow_the_checkpoint() -> None:
     assert (fixed.weight_type("bf16"), fixed.kv_type("bf16")) == (WeightDtype.FP32, KVDtype.FP8)
     assert BuildConfig(model="x", weight_dtype="fp32").kv_type("bf16") is KVDtype.FP32
     assert BuildConfig(model="x", weight_dtype="int8").kv_type("fp32") is KVDtype.BF16
+    assert BuildConfig(model="x", weight_dtype="int4").kv_type("q4_1") is KVDtype.BF16
 
 
 @pytest.mark.parametrize("name", ["whole_step", "Whole-Step", "WHOLE_STEP"])

@@ -9,7 +9,7 @@ from trtcb.builder.cpu import CpuCompiler
 from trtcb.builder.estimate import estimate
 from trtcb.builder.random_weights import RandomCheckpoint
 from trtcb.plan_format import ITEM_BYTES
-from trtcb.plugins.cpu.quantized import row_bytes
+from trtcb.plugins.cpu.rows import row_bytes
 from trtcb.program import Program
 from trtcb.spec import BuildLimits, KVDtype, ModelSpec, WeightDtype
 
@@ -72,7 +72,8 @@ def test_a_sequence_that_is_no_multiple_of_a_block_needs_a_whole_one() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("weight_dtype", WeightDtype)
 def test_weights_and_activations_are_those_of_the_plan(weight_dtype: WeightDtype, tied: bool) -> None:
-    spec = ModelSpec("tiny", 80, 112, 3, 4, 2, 32, 250, 128, tie_embeddings=tied)
+    hidden, inner = (96, 160) if weight_dtype is WeightDtype.INT4 else (80, 112)
+    spec = ModelSpec("tiny", hidden, inner, 3, 4, 2, 32, 250, 128, tie_embeddings=tied)
     limits = BuildLimits(max_batch_size=5, max_num_tokens=48, max_seq_len=96)
     options = CompileOptions(weight_dtype, KVDtype.FP8, limits)
     compiled = CpuCompiler().compile(RandomCheckpoint(spec, seed=0), options)
@@ -81,6 +82,13 @@ def test_weights_and_activations_are_those_of_the_plan(weight_dtype: WeightDtype
     [program] = [section for section in compiled.sections if section.name == "program"]
     values = Program.from_json(json.loads(b"".join(program.chunks()))).values
     arrays = {"tokens": 48, "logits": 5}
-    assert found.activation_bytes == sum(
-        arrays[v.rows] * (row_bytes(v.width) if v.dtype == "int8" else 4 * v.width) for v in values
+    assert found.activation_bytes == sum(arrays[v.rows] * row_bytes(v.dtype, v.width) for v in values)
+
+
+def test_int4_weights_are_five_eighths_of_a_byte() -> None:
+    int8, int4 = (
+        of(LLAMA_2_7B, KVDtype.BF16, weight_dtype=w).weight_bytes for w in (WeightDtype.INT8, WeightDtype.INT4)
     )
+    layers = 32 * 4096 * (4 * 4096 + 3 * 11008)
+    scales = 32 * (5 * 4096 + 2 * 11008) * 4
+    assert int8 - int4 == layers * 3 // 8 + scales

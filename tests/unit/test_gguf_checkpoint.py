@@ -8,6 +8,7 @@ from tests.unit.tiny_gguf import SPEC, gguf_name, metadata_of, random_tensors, s
 from trtcb.builder.gguf_checkpoint import GgufCheckpoint
 from trtcb.builder.gguf_spec import llama3_divisors
 from trtcb.errors import PlanError, UsageError
+from trtcb.plugins.cpu import grouped
 from trtcb.spec import RopeScaling
 
 QUANTISED = {
@@ -71,6 +72,34 @@ def test_a_quantised_file_round_trips(tmp_path, kind):
             np.testing.assert_array_equal(
                 read, gguf.dequantize(quantised(tensor, kind), gguf.GGMLQuantizationType[kind])
             )
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_blocks_of_four_bits_are_handed_over_as_they_are(tmp_path, kind):
+    stored = {
+        name: tensor if tensor.ndim == 1 else (quantised(tensor, kind), kind)
+        for name, tensor in stored_tensors(SPEC, random_tensors(SPEC)).items()
+    }
+    checkpoint = GgufCheckpoint(write_gguf(tmp_path / "q.gguf", stored, metadata_of(SPEC)))
+    matrices = [name for name in checkpoint.tensor_names() if checkpoint.is_int4(name)]
+    assert matrices == [name for name, tensor in random_tensors(SPEC).items() if tensor.ndim == 2]
+    for name in matrices:  # q and k among them, whose rows change places
+        weight = checkpoint.int4(name)
+        assert np.array_equal(grouped.dequantize(weight), checkpoint.tensor(name))
+    blocks = stored["blk.0.ffn_up.weight"][0].reshape(512, 8, -1)
+    weight = checkpoint.int4("model.layers.0.mlp.up_proj.weight")
+    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+    assert np.array_equal(weight.scale, scale)
+    assert np.array_equal(weight.codes.reshape(512, 8, 16), blocks[..., -16:])
+    zero = -8 * scale if kind == "Q4_0" else np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0]
+    assert np.array_equal(weight.zero, zero)
+
+
+def test_other_types_are_no_blocks_of_four_bits(tmp_path):
+    tensors = stored_tensors(SPEC, random_tensors(SPEC))
+    tensors["blk.0.ffn_up.weight"] = (quantised(tensors["blk.0.ffn_up.weight"], "Q8_0"), "Q8_0")
+    checkpoint = GgufCheckpoint(write_gguf(tmp_path / "q.gguf", tensors, metadata_of(SPEC)))
+    assert not any(map(checkpoint.is_int4, checkpoint.tensor_names()))
 
 
 @pytest.mark.parametrize("kind", K_SCALES)

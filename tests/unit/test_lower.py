@@ -61,14 +61,33 @@ def test_int8_products_read_rounded_rows_and_the_embedding_stays_bf16():
     assert len(products) == 4 * SPEC.num_layers + 1
     for call in products:
         weight, scale = (recipes[name] for name in call.weights)
-        assert (weight.dtype, weight.is_scale) == ("int8", False)
-        assert (scale.dtype, scale.is_scale) == ("fp32", True)
+        assert (weight.dtype, weight.piece) == ("int8", "int8.codes")
+        assert (scale.dtype, scale.piece) == ("fp32", "int8.scale")
         assert weight.parts == scale.parts
         assert lowered.program.value(call.inputs[0]).dtype == "int8"
         assert lowered.program.value(call.outputs[0]).dtype == "fp32"
     assert recipes["embedding"].dtype == "bf16"
     rounded = [call.inputs[0] for call in lowered.program.calls if call.op == "quantize"]
     assert rounded == [*["hidden", "context", "hidden", "activated"] * SPEC.num_layers, "logit_hidden"]
+
+
+def test_int4_products_read_rows_in_groups_and_have_codes_scales_and_zeros():
+    lowered = lower(graph(dtype="bf16"), SPEC, WeightDtype.INT4)
+    recipes = {w.name: w for w in lowered.weights}
+    *layers, head = [call for call in lowered.program.calls if call.op == "linear"]
+    for call in layers:
+        weights = [recipes[name] for name in call.weights]
+        assert [(w.dtype, w.piece) for w in weights] == [
+            ("uint8", "int4.codes"),
+            ("fp16", "int4.scale"),
+            ("fp16", "int4.zero"),
+        ]
+        assert len({w.parts for w in weights}) == 1
+        assert [w.shape((10, 64)) for w in weights] == [(10, 32), (10, 2), (10, 2)]
+        assert lowered.program.value(call.inputs[0]).dtype == "int8_g32"
+        assert lowered.program.value(call.outputs[0]).dtype == "fp32"
+    assert [recipes[name].dtype for name in ("embedding", *head.weights)] == ["bf16", "int8", "fp32"]
+    assert lowered.program.value(head.inputs[0]).dtype == "int8"
 
 
 def test_a_tied_head_is_stored_once():

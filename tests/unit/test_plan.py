@@ -45,8 +45,9 @@ ARRAYS = {
     "b": np.arange(-8, 8).reshape(4, 4).astype(ml_dtypes.bfloat16),
     "c": np.arange(5, dtype=np.float16),
     "d": np.arange(-128, 128, dtype=np.int8).reshape(2, 128),
+    "e": np.arange(256, dtype=np.uint8).reshape(128, 2),
 }
-DTYPES = {"a": "fp32", "b": "bf16", "c": "fp16", "d": "int8"}
+DTYPES = {"a": "fp32", "b": "bf16", "c": "fp16", "d": "int8", "e": "uint8"}
 
 
 def sources() -> list[TensorSource]:
@@ -142,7 +143,7 @@ def test_interrupted_write_leaves_the_old_plan_and_nothing_else(
         raise error
 
     with pytest.raises(error):
-        write_plan(path, HEADER, sections(), [*sources(), TensorSource("e", "fp32", (4,), load)])
+        write_plan(path, HEADER, sections(), [*sources(), TensorSource("last", "fp32", (4,), load)])
     assert [p.name for p in path.parent.iterdir()] == ["toy.plan"]
     assert path.read_bytes() == before
 

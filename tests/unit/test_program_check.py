@@ -27,7 +27,7 @@ def compiled(weight_dtype: WeightDtype) -> tuple[Program, dict[str, TensorInfo]]
     for recipe in lowered.weights:
         parts = [shapes[part] for part in recipe.parts]
         num_rows = sum(part[0] for part in parts)
-        shape = (num_rows,) if recipe.is_scale else (num_rows, *parts[0][1:])
+        shape = recipe.shape((num_rows, *parts[0][1:]))
         tensors[recipe.name] = TensorInfo(recipe.name, recipe.dtype, shape, 0)
     return lowered.program, tensors
 
@@ -167,6 +167,64 @@ def test_scales_are_fp32_and_one_a_row(change):
     tensors[name] = replace(tensors[name], **change)
     with pytest.raises(PlanError, match="weights of another shape"):
         check_program(program, replace(HEADER, weight_dtype="int8"), tensors)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change"),
+    [
+        ("", {"shape": (128, 64)}),  # a code a byte
+        ("", {"shape": (127, 32)}),
+        ("", {"dtype": "int8"}),
+        (".scale", {"shape": (128, 1)}),
+        (".scale", {"shape": (128,)}),
+        (".scale", {"dtype": "fp32"}),
+        (".zero", {"shape": (2, 128)}),
+        (".zero", {"dtype": "bf16"}),
+    ],
+)
+def test_int4_weights_have_a_scale_and_a_zero_a_group(tensor, change):
+    program, tensors = compiled(WeightDtype.INT4)
+    name = f"layers.1.self_attn.q_k_v_proj{tensor}"
+    tensors[name] = replace(tensors[name], **change)
+    with pytest.raises(PlanError, match="weights of another shape"):
+        check_program(program, replace(HEADER, weight_dtype="int4"), tensors)
+
+
+O_PROJ = "layers.0.self_attn.o_proj"
+
+
+@pytest.mark.parametrize(
+    ("calls", "values"),
+    [
+        ([Call("linear", ("hidden_int8_g32",), ("delta",), (O_PROJ, f"{O_PROJ}.scale"))], []),  # without its zeros
+        ([Call("linear", ("hidden",), ("delta",), (O_PROJ, f"{O_PROJ}.scale", f"{O_PROJ}.zero"))], []),
+        ([Call("quantize", ("context",), ("new",))], [Value("new", "tokens", 64, "int8")]),  # rows of another format
+        ([Call("quantize", ("hidden_int8_g32",), ("new",))], [Value("new", "tokens", 64, "int8_g32")]),  # twice
+        ([Call("swiglu", ("activated_int8_g32",), ("activated",))], []),
+    ],
+)
+def test_a_lie_about_int4_is_refused(calls, values):
+    program, tensors = compiled(WeightDtype.INT4)
+    with pytest.raises(PlanError, match="rebuild"):
+        check_program(added(program, "logit_hidden", calls, values), replace(HEADER, weight_dtype="int4"), tensors)
+
+
+def test_int4_needs_a_depth_of_whole_groups():
+    """A header that claims another width, and tensors that would go with it."""
+    program, tensors = compiled(WeightDtype.INT4)
+    narrow = replace(SPEC, intermediate_size=120)
+    values = tuple(
+        replace(v, width=v.width * 120 // 128) if v.name.startswith(("activated", "gate_up")) else v
+        for v in program.values
+    )
+    shapes = {"gate_up_proj": (240, 64), "down_proj": (64, 120)}
+    for info in list(tensors.values()):
+        for name, (rows, depth) in shapes.items():
+            if name in info.name:
+                width = depth // (32 if info.name.endswith((".scale", ".zero")) else 2)
+                tensors[info.name] = replace(info, shape=(rows, width))
+    with pytest.raises(PlanError, match=r"\('quantize'\) is not an operator of this version, or not of these widths"):
+        check_program(replace(program, values=values), replace(HEADER, model=narrow, weight_dtype="int4"), tensors)
 
 
 @pytest.mark.parametrize(

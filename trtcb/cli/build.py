@@ -32,7 +32,8 @@ def build(
     ] = None,
     target: Annotated[str | None, typer.Option(help="auto or cpu. [auto]")] = None,
     weight_dtype: Annotated[
-        str | None, typer.Option("--weight-dtype", "--dtype", help="auto, fp32, bf16 or int8. [auto: the checkpoint's]")
+        str | None,
+        typer.Option("--weight-dtype", "--dtype", help="auto, fp32, bf16, int8 or int4. [auto: the checkpoint's]"),
     ] = None,
     kv_dtype: Annotated[
         str | None,
@@ -135,6 +136,7 @@ def _distance(config: BuildConfig, report: "BuildReport") -> str:
     if report.num_params > _EVAL_MAX_PARAMS:
         return f"not measured above {_EVAL_MAX_PARAMS / 1e9:g} B parameters, see trtcb eval {report.path}"
     from trtcb.evaluation.evaluation import EvalOptions, evaluate
+    from trtcb.evaluation.limits import int4_warning
     from trtcb.evaluation.reference import has_random_weights, open_reference
     from trtcb.evaluation.report import short_form
     from trtcb.plan import Plan
@@ -144,7 +146,11 @@ def _distance(config: BuildConfig, report: "BuildReport") -> str:
             return "not measured, because the weights are random"
         reference = open_reference(plan, config, on_note=lambda text: print(text, file=sys.stderr))
         options = EvalOptions(max_tokens=_EVAL_TOKENS, window=_EVAL_TOKENS, needles=False, greedy=False)
-        return short_form(evaluate(plan, reference, options).drift)
+        is_int4 = plan.header.weight_dtype == "int4"
+        drift = evaluate(plan, reference, options).drift
+    if is_int4 and drift is not None and (warning := int4_warning(drift)) is not None:
+        print(f"warning: {warning}", file=sys.stderr)
+    return short_form(drift)
 
 
 def _dry_run(config: BuildConfig, pool: int | None, fraction: float, *, as_json: bool) -> None:

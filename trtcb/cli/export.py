@@ -48,8 +48,11 @@ def export(
         "revision": revision,
     }
     config = resolve(BuildConfig, flags=flags).config
-    if config.weight_dtype == "int8":
-        raise UsageError("A graph is exported in fp32 or bf16, and a build rounds it to int8: use --weight-dtype bf16.")
+    if config.weight_dtype in ("int8", "int4"):
+        raise UsageError(
+            f"A graph is exported in fp32 or bf16, and a build rounds it to {config.weight_dtype}: "
+            "use --weight-dtype bf16."
+        )
 
     from trtcb.builder.build import compile_options, open_checkpoint
     from trtcb.builder.export import build_graph

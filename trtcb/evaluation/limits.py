@@ -5,6 +5,19 @@ from dataclasses import dataclass, fields
 from trtcb.errors import UsageError, ValidationFailedError
 from trtcb.evaluation.drift import CLEAR_GAP, Drift
 
+INT4_MAX_KL = 0.008
+"""Mean KL, in nats, that int4 weights taken over from blocks of 4 bits stay below."""
+
+
+def int4_warning(drift: Drift) -> str | None:
+    """What to tell of a plan of int4 weights that is too far from fp32; None if it is not."""
+    if drift.mean_kl <= INT4_MAX_KL:
+        return None
+    return (
+        f"with int4 weights this model is {drift.mean_kl:.3g} nats a token from fp32 and agrees on {drift.top1:.1%} of "
+        f"the likeliest tokens, and above {INT4_MAX_KL:g} nats a loss is to be expected: use --weight-dtype int8."
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class DriftLimits:

@@ -1,0 +1,84 @@
+"""Int4 weights at a build: blocks taken over or weights rounded, what is told of it, and what is refused."""
+
+import dataclasses
+
+import gguf
+import numpy as np
+import pytest
+
+from tests.golden.array_checkpoint import TINY, random_checkpoint
+from tests.unit.tiny_gguf import SPEC, metadata_of, random_tensors, stored_tensors, write_gguf
+from trtcb.builder.compiler import Compiled, CompileOptions
+from trtcb.builder.cpu import CpuCompiler
+from trtcb.builder.gguf_checkpoint import GgufCheckpoint
+from trtcb.errors import UsageError
+from trtcb.evaluation.drift import Drift, Likelihood
+from trtcb.evaluation.limits import INT4_MAX_KL, int4_warning
+from trtcb.plugins.cpu import grouped
+from trtcb.plugins.cpu.grouped import Int4Weight
+from trtcb.spec import BuildLimits, KVDtype, WeightDtype
+
+OPTIONS = CompileOptions(WeightDtype.INT4, KVDtype.BF16, BuildLimits(max_seq_len=64))
+
+
+def compiled(checkpoint, options: CompileOptions = OPTIONS) -> Compiled:
+    return CpuCompiler().compile(checkpoint, options)
+
+
+def weight_of(plan: Compiled, name: str) -> Int4Weight:
+    arrays = {tensor.name: tensor.load() for tensor in plan.tensors if tensor.name.startswith(name)}
+    return Int4Weight(arrays[name], arrays[f"{name}.scale"], arrays[f"{name}.zero"])
+
+
+def q4_1(tmp_path, **other: np.ndarray) -> GgufCheckpoint:
+    """A file of Q4_1 matrices, but for ``other`` ones."""
+    kind = gguf.GGMLQuantizationType.Q4_1
+    tensors = {
+        name: tensor if tensor.ndim == 1 else (gguf.quantize(tensor, kind), "Q4_1")
+        for name, tensor in stored_tensors(SPEC, random_tensors(SPEC)).items()
+    }
+    return GgufCheckpoint(write_gguf(tmp_path / "q.gguf", {**tensors, **other}, metadata_of(SPEC)))
+
+
+def test_blocks_of_a_file_are_taken_over_stacked(tmp_path):
+    checkpoint = q4_1(tmp_path)
+    plan = compiled(checkpoint)
+    assert plan.notes == ()
+    weight = weight_of(plan, "layers.1.self_attn.q_k_v_proj")
+    parts = [checkpoint.tensor(f"model.layers.1.self_attn.{part}_proj.weight") for part in "qkv"]
+    assert np.array_equal(grouped.dequantize(weight), np.concatenate(parts))
+
+
+def test_weights_of_more_bits_are_rounded_and_told(tmp_path):
+    wide = random_tensors(SPEC)["model.layers.0.mlp.up_proj.weight"]
+    plan = compiled(q4_1(tmp_path, **{"blk.0.ffn_up.weight": wide}))
+    [note] = plan.notes
+    assert note.startswith("1 of 14 matrices are not stored in blocks of 4 bits")
+    up = grouped.dequantize(weight_of(plan, "layers.0.mlp.gate_up_proj"))[SPEC.intermediate_size :]
+    assert np.array_equal(up, grouped.dequantize(grouped.quantize(wide)))
+    [note] = compiled(random_checkpoint(TINY)).notes
+    assert note.startswith("14 of 14")
+    assert compiled(random_checkpoint(TINY), dataclasses.replace(OPTIONS, weight_dtype=WeightDtype.INT8)).notes == ()
+
+
+def test_a_depth_of_no_whole_groups_is_refused_with_a_way_out():
+    odd = dataclasses.replace(TINY, intermediate_size=112)
+    with pytest.raises(UsageError, match=r"tiny has a depth of 112: use --weight-dtype int8"):
+        compiled(random_checkpoint(odd))
+
+
+@pytest.mark.parametrize("bad", [1e7, np.nan])
+def test_numbers_beyond_fp16_scales_are_refused_by_name(bad):
+    checkpoint = random_checkpoint(TINY)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensor = checkpoint.tensors[name].copy()
+    tensor[3, 40] = bad
+    plan = compiled(dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, name: tensor}))
+    with pytest.raises(UsageError, match=f"{name} has numbers .* use --weight-dtype bf16"):
+        weight_of(plan, "layers.1.mlp.down_proj")
+
+
+def test_a_plan_far_from_fp32_is_warned_of():
+    near, far = (Drift(Likelihood(100), Likelihood(100), kl=100 * kl) for kl in (INT4_MAX_KL, 0.3))
+    assert int4_warning(near) is None
+    assert "0.3 nats a token from fp32 and agrees on 0.0%" in (int4_warning(far) or "")
