@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+from functools import cache
 from typing import Literal
 
 from numba.core.registry import cpu_target
@@ -61,6 +62,7 @@ def product_tile(weights: str) -> tuple[int, int]:
     return (6, 4) if has_feature("avx512f") else (6, 1)
 
 
+@cache  # LLVM takes milliseconds to tell, and every kernel asks
 def _target() -> tuple[str, str, str]:
     """Triple, CPU name and feature list: numba's own cache key."""
     triple, name, features = cpu_target.target_context.codegen().magic_tuple()

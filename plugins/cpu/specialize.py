@@ -83,15 +83,15 @@ def specialize(source: str, constants: Mapping[str, object]) -> str:
 
 
 def _key(text: str) -> str:
-    return hashlib.sha256("\0".join([text, *_surroundings()]).encode()).hexdigest()[:20]
+    return hashlib.sha256(_surroundings() + text.encode()).hexdigest()[:20]
 
 
 @cache  # an engine asks some hundred times
-def _surroundings() -> tuple[str, ...]:
-    """All that compiled code depends on beside its own source."""
+def _surroundings() -> bytes:
+    """Digest of all that compiled code depends on beside its own source."""
     sources = [path.read_text() for path in sorted(SOURCE_FOLDER.glob("*.py"))]
     versions = [numba.__version__, llvmlite.__version__, platform.python_version()]
-    return (*sources, *versions, *isa_fingerprint().values())
+    return hashlib.sha256("\0".join([*sources, *versions, *isa_fingerprint().values()]).encode()).digest()
 
 
 def load_module(source: str, constants: Mapping[str, object]) -> ModuleType:
