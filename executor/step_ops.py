@@ -16,7 +16,7 @@ from trtcb.program import Call, Program, Rows, Value
 
 _ROWS = {"tokens": StepWord.NUM_TOKENS, "logits": StepWord.NUM_LOGITS}
 _PARTS = {"tokens": StepWord.TOKEN_PARTS, "logits": StepWord.LOGIT_PARTS}
-_PART_BYTES = 1 << 17  # of weights: what a part of a product is worth claiming for
+_PART_BYTES = 1 << 15  # of weights: what a part of a product is worth claiming for, even for a single row
 _PARTS_PER_THREAD = 4  # at most: a thread that is late leaves the rest of its share to others
 
 

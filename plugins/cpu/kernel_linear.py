@@ -6,14 +6,15 @@ the best two tokens are often closer. With int8 weights, rows are what ``quantiz
 With int4 weights, rows and panels are what ``grouped.py`` describes.
 
 Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]`` (int8: ``[panel, depth / 4,
-columns, 4]`` and the columns' scales), the last one padded with zeros. A panel stays in the cache while all rows pass
-over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a large tile may cover only some of a panel's columns.
+columns, 4]`` and the columns' scales), the last one padded with zeros. A panel stays in the cache while a block of rows
+passes over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a large tile may cover only some of a panel's columns.
+The rows of a block, and the panels of a part, stay in the next cache.
 """
 
 from trtcb.plugins.cpu import grouped, quantized
 from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
 from trtcb.plugins.cpu.group_tile import GroupSpec, define_group_tile
-from trtcb.plugins.cpu.simd import jit, read_f32, read_i64, stack, write_f32
+from trtcb.plugins.cpu.simd import jit, load_f32, read_f32, read_i64, stack, store_f32, write_f32
 from trtcb.plugins.cpu.tile import TileSpec, define_tile
 from trtcb.plugins.cpu.vector_ir import LANES
 
@@ -40,6 +41,7 @@ NUM_WHOLE = WIDTH // PANEL
 LARGE = ROWS
 PIECE = VECTORS * LANES  # columns of a large tile; all of them where weights are quantised
 MEDIUM = max(1, LARGE // 3)
+BLOCK = max(1, (160 << 10) // X_BYTES // LARGE) * LARGE  # rows
 AHEAD = 4096  # bytes between what is multiplied and what is fetched: hides the latency of main memory
 
 
@@ -47,12 +49,31 @@ def define_product(rows: int, columns: int, c_stride: int, *, fetch: bool):  # t
     """Make the product of ``rows`` rows with columns of a panel. Only the first to touch a panel fetches it."""
     vectors = columns // LANES
     if IS_INT4:
-        return define_group_tile(GroupSpec(rows, PANEL, DEPTH, X_BYTES, c_stride, fetch))
+        return define_group_product(rows, c_stride, fetch=fetch)
     if IS_INT8:
         fetched = 4 * PANEL if fetch else 0
         return define_dot_tile(DotSpec(rows, vectors, DEPTH, X_BYTES, 2 * DEPTH, c_stride, fetched))
     fetched = WEIGHT_BYTES * PANEL if fetch else 0
     return define_tile(TileSpec(rows, vectors, WEIGHTS, DEPTH, PANEL, c_stride, prefetch_bytes=fetched))
+
+
+def define_group_product(rows: int, c_stride: int, *, fetch: bool):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """Make the same of int4 weights, whose tile adds to its results group after group.
+
+    They lie side by side meanwhile: rows that are some multiple of 4,096 bytes apart would get in each other's way.
+    """
+    tile = define_group_tile(GroupSpec(rows, PANEL, DEPTH, X_BYTES, PANEL, fetch))
+    gathered = stack(rows * PANEL * 4)
+
+    @jit
+    def product(x: int, panel: int, out: int, depth: int, ahead: int) -> None:
+        sums = gathered()
+        tile(x, panel, sums, depth, ahead)
+        for row in range(rows):
+            for column in range(0, PANEL, LANES):
+                store_f32(out, row * c_stride + column, load_f32(sums, row * PANEL + column))
+
+    return product
 
 
 first_large = define_product(LARGE, PIECE, WIDTH, fetch=True)
@@ -111,14 +132,14 @@ def linear(arguments: int, part: int, parts: int) -> None:
     """Arguments: rows, panels, output (fp32), number of rows, which may be 0."""
     x, panels, out = read_i64(arguments, 0), read_i64(arguments, 1), read_i64(arguments, 2)
     num_rows = read_i64(arguments, 3)
-    if num_rows == 0:
-        return
-    for index in range(NUM_PANELS * part // parts, NUM_PANELS * (part + 1) // parts):
-        panel, columns = panels + index * PANEL_BYTES, out + index * PANEL * 4
-        if index < NUM_WHOLE:
-            whole_panel(x, panel, columns, num_rows)
-        else:
-            last_panel(x, panel, columns, num_rows)
+    for start in range(0, num_rows, BLOCK):
+        rows, count = x + start * X_BYTES, min(BLOCK, num_rows - start)
+        for index in range(NUM_PANELS * part // parts, NUM_PANELS * (part + 1) // parts):
+            panel, columns = panels + index * PANEL_BYTES, out + (start * WIDTH + index * PANEL) * 4
+            if index < NUM_WHOLE:
+                whole_panel(rows, panel, columns, count)
+            else:
+                last_panel(rows, panel, columns, count)
 
 
 KERNELS = (linear,)
