@@ -39,12 +39,13 @@ class ProfiledEngine:
         self._engine = engine
         self._on_profile = on_profile
         self._calls: CallTimes
+        self._draw_began_ns = 0
         engine.time_calls(self._take)
 
     def run(self, batch: Batch) -> StepOutput:
         """Run one step and draw; -1 where a row's logits were not numbers."""
         output = self._engine.run(batch)
-        draw_ns = time.monotonic_ns() - self._calls.ended_ns
+        draw_ns = time.monotonic_ns() - self._draw_began_ns
         attended = int(batch.positions.sum(dtype=int)) + len(batch.positions)
         self._on_profile(StepProfile(StepLoad.of(batch), len(batch.logit_index), attended, self._calls, draw_ns))
         return output
@@ -59,3 +60,4 @@ class ProfiledEngine:
 
     def _take(self, calls: CallTimes) -> None:
         self._calls = calls
+        self._draw_began_ns = time.monotonic_ns()

@@ -174,7 +174,6 @@ LIGHT = {
     "--version": ["--version"],
     "inspect": ["inspect", "PLAN"],
     "models": ["models"],
-    "doctor": ["doctor"],
     **{
         f"{name} --help": [name, "--help"]
         for name in ("build", "serve", "generate", "chat", "export", "inspect", "eval", "bench")
@@ -195,6 +194,15 @@ def test_light_commands_load_nothing_heavy(name: str, tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout.splitlines()[-1] == "END 0 []", result.stdout + result.stderr
+
+
+def test_doctor_loads_no_more_than_what_knows_the_cpu() -> None:
+    code = (
+        "import sys\nfrom trtcb.cli.main import main\ntry:\n    main(['doctor'])\nexcept SystemExit:\n"
+        f"    print('END', [m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "END ['numba']"
 
 
 def _write_plan(path: Path) -> None:

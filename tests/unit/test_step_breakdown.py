@@ -8,13 +8,14 @@ import pytest
 from trtcb.bench.machine_limits import MachineLimits
 from trtcb.bench.offline import AfterWarmUp
 from trtcb.bench.step_breakdown import StepBreakdown
-from trtcb.bench.step_work import CallWork
+from trtcb.bench.step_work import CallWork, work_of_calls
 from trtcb.bench.token_times import TokenTimes
 from trtcb.executor.request import FinishReason
 from trtcb.executor.stats import FinishedRequest, StepStats
 from trtcb.executor.step_profile import StepProfile
 from trtcb.executor.step_time import StepLoad
 from trtcb.plugins.cpu.step import CallTimes
+from trtcb.program import Call, Program, Value
 
 MS = 1_000_000
 WORKS = [
@@ -87,6 +88,14 @@ def test_the_table_shows_each_line_once_in_milliseconds_a_step():
     assert cells[0] == ["GEMM", "3", "15.0 %", "3", "1.50", "15.0 %", "8.7e-06", "0.9 %"]
     assert rows[1].startswith("|   qkv 4 x 2 ")
     assert cells[-1][:3] == ["step", "20", "100 %"]
+
+
+def test_an_operator_of_another_version_is_a_group_of_its_own():
+    program = Program(
+        (Call("embedding", outputs=("x",)), Call("new_op", ("x",), ("x",))), (Value("x", "tokens", 4, "fp32"),)
+    )
+    works = work_of_calls(program, None, {})
+    assert [work.group for work in works] == ["embedding, gather", "new_op"]
 
 
 def test_failed_and_empty_passes_do_not_count():

@@ -1,7 +1,6 @@
 """What this machine can do at most: the limits that a step is measured against."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +16,6 @@ class MachineLimits:
 
     def __str__(self) -> str:
         return f"{self.read_bytes_per_s / 1e9:.1f} GB/s read, {self.flops / 1e9:.1f} GFLOP/s in fp32 multiply-adds"
-
-
-def measure_limits() -> MachineLimits:
-    """Measure both, in some seconds, on as many threads as kernels run on. No engine should be open meanwhile.
-
-    On a thread of its own: its team of OpenMP workers ends with it, see
-    :class:`~trtcb.executor.cpu_runtime.CpuRuntime`.
-    """
-    from trtcb.plugins.cpu.peak import peak_flops
-
-    with ThreadPoolExecutor(1) as thread:
-        return MachineLimits(thread.submit(read_bandwidth).result(), thread.submit(peak_flops).result())
 
 
 def read_bandwidth(num_bytes: int = 1 << 30, rounds: int = 5) -> float:

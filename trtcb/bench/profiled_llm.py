@@ -35,7 +35,7 @@ def open_profiled(path: Path, breakdown: StepBreakdown, on_step: Callable[[StepS
         if not isinstance(served.runtime, CpuRuntime):
             raise UsageError("Only plans for the target cpu can be profiled: rebuild it with --target cpu.")
         served.runtime.profile(breakdown.profile)
+        return LLM(runtime=served.runtime, tokenizer=served.tokenizer, model=served.model, on_step=on_step, **settings)
     except BaseException:
         served.runtime.close()
         raise
-    return LLM(runtime=served.runtime, tokenizer=served.tokenizer, model=served.model, on_step=on_step, **settings)

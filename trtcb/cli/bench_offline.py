@@ -135,9 +135,14 @@ def bench_latency(
 
 def _show(breakdown: "StepBreakdown") -> dict[str, Any]:
     """Measure what this machine can do, print where the time went, and return it as JSON values."""
-    from trtcb.bench.machine_limits import measure_limits
+    from concurrent.futures import ThreadPoolExecutor
 
-    limits, phases = measure_limits(), breakdown.phases()
+    from trtcb.bench.machine_limits import MachineLimits, read_bandwidth
+    from trtcb.plugins.cpu.peak import peak_flops
+
+    with ThreadPoolExecutor(1) as thread:  # its team of OpenMP workers ends with it, see CpuRuntime
+        limits = MachineLimits(thread.submit(read_bandwidth).result(), thread.submit(peak_flops).result())
+    phases = breakdown.phases()
     for phase in phases:
         print(f"\n{phase.text(limits)}")
     print(f"\nlimits of this machine, measured now: {limits}")
