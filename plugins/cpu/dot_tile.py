@@ -14,6 +14,7 @@ import llvmlite.ir as ir
 from numba import types
 
 from trtcb.plugins.cpu.isa import has_feature
+from trtcb.plugins.cpu.streams import ONE_STREAM, Streams
 from trtcb.plugins.cpu.vector_ir import (
     F32,
     I16,
@@ -34,7 +35,10 @@ from trtcb.plugins.cpu.vector_ir import (
 
 @dataclass(frozen=True, slots=True)
 class DotSpec:
-    """Shape of a tile. ``depth`` is a multiple of 4; strides count bytes of A's rows and elements of C's (fp32)."""
+    """Shape of a tile. ``depth`` is a multiple of 4; strides count bytes of A's rows and elements of C's (fp32).
+
+    With several ``streams``, ``vectors`` are those of each.
+    """
 
     rows: int
     vectors: int
@@ -43,12 +47,14 @@ class DotSpec:
     scale_offset: int
     c_stride: int
     prefetch_bytes: int = 0
+    streams: Streams = ONE_STREAM
 
     @property
     def symbol(self) -> str:
         """Name of the function in a module."""
+        shape = f"{self.rows}x{self.streams.count}x{self.vectors}"
         strides = f"{self.a_stride}_{self.scale_offset}_{self.c_stride}"
-        return f"dot_{self.rows}x{self.vectors}_{self.depth}_{strides}_{self.prefetch_bytes}"
+        return f"dot_{shape}_{self.depth}_{strides}_{self.prefetch_bytes}"
 
 
 def define_dot_tile(spec: DotSpec) -> Callable[[int, int, int, int, int], None]:
@@ -72,13 +78,14 @@ def _build(module: Any, spec: DotSpec) -> Any:
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     entry, loop, done = builder.block, function.append_basic_block("loop"), function.append_basic_block("done")
     emit_dots = _emit_pair_dots if platform.machine() in ("x86_64", "AMD64") and has_feature("avx2") else _emit_dots
-    num_sums = spec.rows * spec.vectors
+    places = spec.streams.places(builder, b, c, prefetch)
+    num_columns = len(places) * spec.vectors
     builder.branch(loop)
 
     builder.position_at_end(loop)
     step = builder.phi(I64)
     step.add_incoming(ir.Constant(I64, 0), entry)
-    sums = [builder.phi(INTEGERS) for _ in range(num_sums)]
+    sums = [builder.phi(INTEGERS) for _ in range(spec.rows * num_columns)]
     for phi in sums:
         phi.add_incoming(constant(I32, 0), entry)
     values: list[Value] = list(sums)
@@ -86,13 +93,14 @@ def _build(module: Any, spec: DotSpec) -> Any:
         builder.load(
             emit_pointer(
                 builder,
-                b,
+                panel,
                 builder.add(builder.mul(step, ir.Constant(I64, spec.vectors * LANES)), ir.Constant(I64, v * LANES)),
                 I32,
                 INTEGERS,
             ),
             align=4,
         )
+        for panel, _ in places
         for v in range(spec.vectors)
     ]
     for row in range(spec.rows):
@@ -100,10 +108,11 @@ def _build(module: Any, spec: DotSpec) -> Any:
             builder.add(a, ir.Constant(I64, row * spec.a_stride)), builder.mul(step, ir.Constant(I64, 8))
         )
         emitted = emit_dots(builder, weights, codes)
-        for v in range(spec.vectors):
-            values[row * spec.vectors + v] = builder.add(values[row * spec.vectors + v], emitted[v])
+        for v in range(num_columns):
+            values[row * num_columns + v] = builder.add(values[row * num_columns + v], emitted[v])
     if spec.prefetch_bytes:
         emit_prefetch(builder, prefetch, step, spec.prefetch_bytes)
+    spec.streams.fetch_ahead(builder, [panel for panel, _ in places], step, 4 * spec.vectors * LANES)
     following = builder.add(step, ir.Constant(I64, 1))
     step.add_incoming(following, loop)
     for phi, value in zip(sums, values, strict=True):
@@ -111,7 +120,7 @@ def _build(module: Any, spec: DotSpec) -> Any:
     builder.cbranch(builder.icmp_signed("<", following, ir.Constant(I64, spec.depth // 4)), loop, done)
 
     builder.position_at_end(done)
-    _emit_results(builder, spec, (a, b, c), values)
+    _emit_results(builder, spec, a, places, values)
     builder.ret_void()
     return function
 
@@ -167,16 +176,19 @@ def _call(builder: Builder, name: str, result: Any, arguments: list[Value]) -> V
     return builder.call(callee, arguments)
 
 
-def _emit_results(builder: Builder, spec: DotSpec, addresses: tuple[Value, Value, Value], sums: list[Value]) -> None:
-    a, b, c = addresses
-    scales = builder.add(b, ir.Constant(I64, spec.depth * spec.vectors * LANES))
+def _emit_results(
+    builder: Builder, spec: DotSpec, a: Value, places: list[tuple[Value, Value]], sums: list[Value]
+) -> None:
+    remaining = iter(sums)
     for row in range(spec.rows):
         place = builder.add(a, ir.Constant(I64, row * spec.a_stride + spec.scale_offset))
         row_scale = emit_splat(builder, builder.load(emit_pointer(builder, place, ir.Constant(I64, 0), F32), align=4))
-        for v in range(spec.vectors):
-            lane = ir.Constant(I64, v * LANES)
-            column_scale = builder.load(emit_pointer(builder, scales, lane, F32, VECTOR), align=4)
-            total = builder.sitofp(sums[row * spec.vectors + v], VECTOR)
-            result = builder.fmul(builder.fmul(total, column_scale), row_scale)
-            out = emit_pointer(builder, c, ir.Constant(I64, row * spec.c_stride + v * LANES), F32, VECTOR)
-            builder.store(result, out, align=4)
+        for panel, c in places:
+            scales = builder.add(panel, ir.Constant(I64, spec.depth * spec.vectors * LANES))
+            for v in range(spec.vectors):
+                lane = ir.Constant(I64, v * LANES)
+                column_scale = builder.load(emit_pointer(builder, scales, lane, F32, VECTOR), align=4)
+                total = builder.sitofp(next(remaining), VECTOR)
+                result = builder.fmul(builder.fmul(total, column_scale), row_scale)
+                out = emit_pointer(builder, c, ir.Constant(I64, row * spec.c_stride + v * LANES), F32, VECTOR)
+                builder.store(result, out, align=4)

@@ -18,6 +18,7 @@ from numba import types
 
 from trtcb.plugins.cpu.grouped import CODE_BYTES, GROUP, WEIGHT_BYTES
 from trtcb.plugins.cpu.isa import has_feature
+from trtcb.plugins.cpu.streams import ONE_STREAM, Streams
 from trtcb.plugins.cpu.vector_ir import (
     F16,
     F32,
@@ -48,7 +49,8 @@ _FLOATS = ir.VectorType(F32, _HALF)
 class GroupSpec:
     """Shape of a tile: ``columns`` is a multiple of 16; ``c_stride`` counts elements between rows of C (fp32).
 
-    With ``fetch``, what the tile reads is fetched ahead, from the address given at the call.
+    With ``fetch``, what the tile reads is fetched ahead, from the address given at the call. With several ``streams``,
+    ``columns`` are those of each.
     """
 
     rows: int
@@ -57,17 +59,23 @@ class GroupSpec:
     a_stride: int
     c_stride: int
     fetch: bool = False
+    streams: Streams = ONE_STREAM
 
     @property
     def vectors(self) -> int:
-        """Columns in vectors of 8."""
+        """Columns of a panel in vectors of 8."""
         return self.columns // _HALF
+
+    @property
+    def all_vectors(self) -> int:
+        """The same of all streams."""
+        return self.vectors * self.streams.count
 
     @property
     def symbol(self) -> str:
         """Name of the function in a module."""
         strides = f"{self.a_stride}_{self.c_stride}_{int(self.fetch)}"
-        return f"group_{self.rows}x{self.columns}_{self.depth}_{strides}"
+        return f"group_{self.rows}x{self.streams.count}x{self.columns}_{self.depth}_{strides}"
 
 
 def define_group_tile(spec: GroupSpec) -> Callable[[int, int, int, int, int], None]:
@@ -92,7 +100,14 @@ def _build(module: Any, spec: GroupSpec) -> Any:
     entry, loop, end_of_group, done = builder.block, *map(function.append_basic_block, ("loop", "end_of_group", "done"))
     is_avx2 = platform.machine() in ("x86_64", "AMD64") and has_feature("avx2")
     dots = _PairDots() if is_avx2 else _Dots()
-    places = [_place_in_c(builder, spec, c, index) for index in range(spec.rows * spec.vectors)]
+    streams = spec.streams.places(builder, ir.Constant(I64, 0), c, prefetch)
+    offsets = [offset for offset, _ in streams]
+    places = [
+        emit_pointer(builder, at, ir.Constant(I64, row * spec.c_stride + vector * _HALF), F32, _FLOATS)
+        for row in range(spec.rows)
+        for _, at in streams
+        for vector in range(spec.vectors)
+    ]
     for place in places:
         builder.store(constant(F32, 0.0, _HALF), place, align=4)
     builder.branch(loop)
@@ -100,7 +115,8 @@ def _build(module: Any, spec: GroupSpec) -> Any:
     builder.position_at_end(loop)
     chunk, weights, codes = (builder.phi(I64) for _ in range(3))
     sums = [builder.phi(dots.zero.type) for _ in places]
-    values = _emit_products(builder, spec, dots, (codes, weights), sums)
+    panels = [builder.add(weights, offset) for offset in offsets]
+    values = _emit_products(builder, spec, dots, codes, panels, sums)
     following = builder.add(chunk, ir.Constant(I64, 1))
     next_weights, next_codes = (
         builder.add(weights, ir.Constant(I64, 4 * spec.columns)),
@@ -113,7 +129,11 @@ def _build(module: Any, spec: GroupSpec) -> Any:
     builder.position_at_end(end_of_group)
     group = builder.lshr(chunk, ir.Constant(I64, 2))
     totals = [builder.sitofp(dots.total(builder, value), _FLOATS) for value in values]
-    _emit_group(builder, spec, (a, next_weights), group, (places, totals))
+    behind = [builder.add(next_weights, offset) for offset in offsets]
+    _emit_group(builder, spec, a, behind, group, (places, totals))
+    spec.streams.fetch_ahead(
+        builder, [builder.add(b, offset) for offset in offsets], group, WEIGHT_BYTES * spec.columns
+    )
     if spec.fetch:
         emit_prefetch(builder, prefetch, group, WEIGHT_BYTES * spec.columns)
     behind_factors = builder.add(next_weights, ir.Constant(I64, 4 * spec.columns))
@@ -134,27 +154,22 @@ def _build(module: Any, spec: GroupSpec) -> Any:
     return function
 
 
-def _place_in_c(builder: Builder, spec: GroupSpec, c: Value, index: int) -> Value:
-    row, vector = divmod(index, spec.vectors)
-    return emit_pointer(builder, c, ir.Constant(I64, row * spec.c_stride + vector * _HALF), F32, _FLOATS)
-
-
 def _emit_products(
-    builder: Builder, spec: GroupSpec, dots: "_Dots | _PairDots", addresses: tuple[Value, Value], sums: list[Value]
+    builder: Builder, spec: GroupSpec, dots: "_Dots | _PairDots", codes: Value, panels: list[Value], sums: list[Value]
 ) -> list[Value]:
     """Sums row by row, and then by 8 columns, with the products of a chunk: eight codes of every column."""
-    codes, weights = addresses
     halves = []
-    for vector in range(spec.vectors):
-        pointer = emit_pointer(builder, weights, ir.Constant(I64, vector * _HALF), I32, _INTS)
-        halves.append(dots.split(builder, builder.load(pointer, align=4)))
+    for panel in panels:
+        for vector in range(spec.vectors):
+            pointer = emit_pointer(builder, panel, ir.Constant(I64, vector * _HALF), I32, _INTS)
+            halves.append(dots.split(builder, builder.load(pointer, align=4)))
     result = list(sums)
     for row in range(spec.rows):
         for half in range(2):
             place = builder.add(codes, ir.Constant(I64, row * spec.a_stride + half * CODE_BYTES))
             factors = dots.factors(builder, place)
-            for vector in range(spec.vectors):
-                at = row * spec.vectors + vector
+            for vector in range(spec.all_vectors):
+                at = row * spec.all_vectors + vector
                 result[at] = dots.add(builder, result[at], halves[vector][half], factors)
     return result
 
@@ -162,15 +177,18 @@ def _emit_products(
 def _emit_group(
     builder: Builder,
     spec: GroupSpec,
-    addresses: tuple[Value, Value],
+    a: Value,
+    behind: list[Value],
     group: Value,
     places_and_totals: tuple[list[Value], list[Value]],
 ) -> None:
     """Take the chains at ``places`` in C one group further, with the scales and zeros behind its codes."""
-    a, behind = addresses
-    scales, zeros = ([_emit_factors(builder, spec, behind, part, v) for v in range(spec.vectors)] for part in range(2))
+    scales, zeros = (
+        [_emit_factors(builder, spec, panel, part, v) for panel in behind for v in range(spec.vectors)]
+        for part in range(2)
+    )
     for index, (place, total) in enumerate(zip(*places_and_totals, strict=True)):
-        row, vector = divmod(index, spec.vectors)
+        row, vector = divmod(index, spec.all_vectors)
         factors = builder.add(a, ir.Constant(I64, row * spec.a_stride + spec.depth))
         row_scale, row_sum = (_emit_row_factor(builder, spec, factors, part, group) for part in range(2))
         scaled = emit_call(builder, "fma", total, builder.fmul(scales[vector], row_scale), builder.load(place, align=4))

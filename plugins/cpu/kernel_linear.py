@@ -7,14 +7,15 @@ With int4 weights, rows and panels are what ``grouped.py`` describes.
 
 Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]`` (int8: ``[panel, depth / 4,
 columns, 4]`` and the columns' scales), the last one padded with zeros. A panel stays in the cache while a block of rows
-passes over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a large tile may cover only some of a panel's columns.
-The rows of a block, and the panels of a part, stay in the next cache.
+passes over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a large tile may cover some of its columns only. The
+rows of a block, and the panels of a part, stay in the next cache. A row alone reads panels in several streams.
 """
 
 from trtcb.plugins.cpu import grouped, quantized
 from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
 from trtcb.plugins.cpu.group_tile import GroupSpec, define_group_tile
 from trtcb.plugins.cpu.simd import jit, load_f32, read_f32, read_i64, stack, store_f32, write_f32
+from trtcb.plugins.cpu.streams import Streams
 from trtcb.plugins.cpu.tile import TileSpec, define_tile
 from trtcb.plugins.cpu.vector_ir import LANES
 
@@ -42,7 +43,17 @@ LARGE = ROWS
 PIECE = VECTORS * LANES  # columns of a large tile; all of them where weights are quantised
 MEDIUM = max(1, LARGE // 3)
 BLOCK = max(1, (160 << 10) // X_BYTES // LARGE) * LARGE  # rows
+STREAMS = 2  # panels that a single row is multiplied with at once; four are no faster
 AHEAD = 4096  # bytes between what is multiplied and what is fetched: hides the latency of main memory
+
+
+def define_single_row(streams: Streams):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """Make the product of a single row with several panels at once."""
+    if IS_INT4:
+        return define_group_tile(GroupSpec(1, PANEL, DEPTH, X_BYTES, WIDTH, streams=streams))
+    if IS_INT8:
+        return define_dot_tile(DotSpec(1, PANEL // LANES, DEPTH, X_BYTES, 2 * DEPTH, WIDTH, streams=streams))
+    return define_tile(TileSpec(1, PANEL // LANES, WEIGHTS, DEPTH, PANEL, WIDTH, streams=streams))
 
 
 def define_product(rows: int, columns: int, c_stride: int, *, fetch: bool):  # type: ignore[no-untyped-def]  # noqa: ANN201
@@ -76,6 +87,7 @@ def define_group_product(rows: int, c_stride: int, *, fetch: bool):  # type: ign
     return product
 
 
+single_row = define_single_row(Streams(STREAMS, PANEL_BYTES, PANEL))
 first_large = define_product(LARGE, PIECE, WIDTH, fetch=True)
 more_large = define_product(LARGE, PIECE, WIDTH, fetch=False)
 first_medium = define_product(MEDIUM, PANEL, WIDTH, fetch=True)
@@ -128,13 +140,28 @@ def last_panel(x: int, panel: int, out: int, num_rows: int) -> None:
             write_f32(out, row * WIDTH + column, read_f32(columns, column))
 
 
+@jit
+def multiply_single_row(x: int, panels: int, out: int, first: int, end: int) -> None:
+    """The columns of some whole panels, in streams that are as long as can be."""
+    apart = (end - first) // STREAMS
+    for index in range(first, first + apart):
+        single_row(x, panels + index * PANEL_BYTES, out + index * PANEL * 4, DEPTH, apart)
+    for index in range(first + apart * STREAMS, end):
+        panel = panels + index * PANEL_BYTES
+        first_row(x, panel, out + index * PANEL * 4, DEPTH, panel + AHEAD)
+
+
 def linear(arguments: int, part: int, parts: int) -> None:
     """Arguments: rows, panels, output (fp32), number of rows, which may be 0."""
     x, panels, out = read_i64(arguments, 0), read_i64(arguments, 1), read_i64(arguments, 2)
     num_rows = read_i64(arguments, 3)
+    first, end = NUM_PANELS * part // parts, NUM_PANELS * (part + 1) // parts
+    if num_rows == 1:
+        multiply_single_row(x, panels, out, first, min(end, NUM_WHOLE))
+        first = NUM_WHOLE
     for start in range(0, num_rows, BLOCK):
         rows, count = x + start * X_BYTES, min(BLOCK, num_rows - start)
-        for index in range(NUM_PANELS * part // parts, NUM_PANELS * (part + 1) // parts):
+        for index in range(first, end):
             panel, columns = panels + index * PANEL_BYTES, out + (start * WIDTH + index * PANEL) * 4
             if index < NUM_WHOLE:
                 whole_panel(rows, panel, columns, count)

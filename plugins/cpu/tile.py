@@ -13,8 +13,10 @@ from typing import Any
 import llvmlite.ir as ir
 from numba import types
 
+from trtcb.plugins.cpu.streams import ONE_STREAM, Streams
 from trtcb.plugins.cpu.vector_ir import (
     EMIT_LOAD,
+    ITEM_BYTES,
     F32,
     I64,
     LANES,
@@ -37,6 +39,7 @@ class TileSpec:
     """Shape and strides of a tile. Strides count elements between rows of A and C (fp32), and steps of depth in B.
 
     ``prefetch_bytes`` of memory are fetched per depth step from the address given at the call: what is needed next.
+    With several ``streams``, ``vectors`` are those of each.
     """
 
     rows: int
@@ -47,17 +50,22 @@ class TileSpec:
     c_stride: int
     accumulate: bool = False
     prefetch_bytes: int = 0
+    streams: Streams = ONE_STREAM
 
     @property
     def symbol(self) -> str:
         """Name of the function in a module."""
         mode = "add" if self.accumulate else "set"
+        shape = f"{self.rows}x{self.streams.count}x{self.vectors}"
         strides = f"{self.a_stride}_{self.b_stride}_{self.c_stride}"
-        return f"tile_{self.rows}x{self.vectors}_{self.b_format}_{strides}_{mode}_{self.prefetch_bytes}"
+        return f"tile_{shape}_{self.b_format}_{strides}_{mode}_{self.prefetch_bytes}"
 
 
 def define_tile(spec: TileSpec) -> Callable[[int, int, int, int, int], None]:
-    """Make ``tile(a, b, c, depth, prefetch)`` of four addresses and a depth, for use inside jitted code."""
+    """Make ``tile(a, b, c, depth, prefetch)`` of four addresses and a depth, for use inside jitted code.
+
+    See :class:`~trtcb.plugins.cpu.streams.Streams` for what the last argument is with several streams.
+    """
 
     def tile(builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
         function = builder.module.globals.get(spec.symbol)
@@ -76,10 +84,12 @@ def _build(module: Any, spec: TileSpec) -> Any:
     a, b, c, depth, prefetch = function.args
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     entry, loop, done = builder.block, function.append_basic_block("loop"), function.append_basic_block("done")
-    cells = [(row, vector) for row in range(spec.rows) for vector in range(spec.vectors)]
+    places = spec.streams.places(builder, b, c, prefetch)
+    panels = [panel for panel, _ in places]
+    cells = [(row, at, v) for row in range(spec.rows) for _, at in places for v in range(spec.vectors)]
     pointers = [
-        emit_pointer(builder, c, ir.Constant(I64, row * spec.c_stride + vector * LANES), F32, VECTOR)
-        for row, vector in cells
+        emit_pointer(builder, at, ir.Constant(I64, row * spec.c_stride + vector * LANES), F32, VECTOR)
+        for row, at, vector in cells
     ]
     initial = [builder.load(p, align=4) if spec.accumulate else constant(F32, 0.0) for p in pointers]
     builder.branch(loop)
@@ -92,8 +102,10 @@ def _build(module: Any, spec: TileSpec) -> Any:
         phi.add_incoming(value, entry)
     values: list[Value] = list(sums)
     for offset in range(UNROLL):
-        values = _emit_step(builder, spec, (a, b), builder.add(step, ir.Constant(I64, offset)), values)
-        emit_prefetch(builder, prefetch, builder.add(step, ir.Constant(I64, offset)), spec.prefetch_bytes)
+        at_step = builder.add(step, ir.Constant(I64, offset))
+        values = _emit_step(builder, spec, a, panels, at_step, values)
+        emit_prefetch(builder, prefetch, at_step, spec.prefetch_bytes)
+        spec.streams.fetch_ahead(builder, panels, at_step, spec.b_stride * ITEM_BYTES[spec.b_format])
     following = builder.add(step, ir.Constant(I64, UNROLL))
     step.add_incoming(following, loop)
     for phi, value in zip(sums, values, strict=True):
@@ -108,18 +120,17 @@ def _build(module: Any, spec: TileSpec) -> Any:
 
 
 def _emit_step(
-    builder: Builder, spec: TileSpec, addresses: tuple[Value, Value], step: Value, sums: list[Value]
+    builder: Builder, spec: TileSpec, a: Value, panels: list[Value], step: Value, sums: list[Value]
 ) -> list[Value]:
-    a, b = addresses
-    column = builder.mul(step, ir.Constant(I64, spec.b_stride))
-    load = EMIT_LOAD[spec.b_format]
-    columns = [load(builder, b, builder.add(column, ir.Constant(I64, v * LANES))) for v in range(spec.vectors)]
+    first = builder.mul(step, ir.Constant(I64, spec.b_stride))
+    places = [builder.add(first, ir.Constant(I64, v * LANES)) for v in range(spec.vectors)]
+    columns = [EMIT_LOAD[spec.b_format](builder, panel, place) for panel in panels for place in places]
     result: list[Value] = []
     for row in range(spec.rows):
         index = builder.add(step, ir.Constant(I64, row * spec.a_stride))
         factor = emit_splat(builder, builder.load(emit_pointer(builder, a, index, F32), align=4))
-        for vector in range(spec.vectors):
-            result.append(emit_call(builder, "fma", factor, columns[vector], sums[row * spec.vectors + vector]))
+        for place, column in enumerate(columns):
+            result.append(emit_call(builder, "fma", factor, column, sums[row * len(columns) + place]))
     return result
 
 

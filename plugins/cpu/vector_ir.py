@@ -150,6 +150,7 @@ def emit_load_e4m3(builder: Builder, address: Value, index: Value) -> Value:
     return builder.fmul(emit_load_e4m3_scaled(builder, address, index), constant(F32, E4M3_SCALE))
 
 
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8/256": 1}
 EMIT_LOAD: dict[str, Callable[[Builder, Value, Value], Value]] = {
     "fp32": emit_load_f32,
     "bf16": emit_load_bf16,
