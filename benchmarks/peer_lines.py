@@ -1,7 +1,9 @@
 """What is compared: the configurations of every system, and the lines of the table with their workloads and targets."""
 
+import json
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +31,33 @@ class Configuration:
         """Whether it is trtcb."""
         return self.system == "trtcb"
 
-    def missing(self, peers: Path, models: Path, plans: Path) -> str | None:
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where things are: a virtual environment a peer in ``peers``, their files in ``models``, trtcb's in ``plans``."""
+
+    peers: Path
+    models: Path
+    plans: Path
+
+    def python(self, configuration: Configuration) -> Path:
+        """Return the interpreter of a configuration."""
+        return Path(sys.executable) if configuration.is_ours else self.peers / configuration.system / "bin/python"
+
+    def model(self, configuration: Configuration) -> Path:
+        """Return its plan, or its model file or folder."""
+        return (self.plans if configuration.is_ours else self.models) / configuration.model
+
+    def missing(self, configuration: Configuration) -> str | None:
         """Say what it lacks to run here; None if nothing."""
-        if self.is_ours:
-            return None if (plans / self.model).is_file() else f"no plan {plans / self.model}"
-        if not (peers / self.system / "bin/python").exists():
-            return f"no {peers / self.system}/bin/python"
-        return None if (models / self.model).exists() else f"no model {models / self.model}"
+        needed = (self.python(configuration), self.model(configuration))
+        return next((f"no {path}" for path in needed if not path.exists()), None)
+
+    def worker(self, configuration: Configuration, threads: int) -> list[str | Path]:
+        """Make the command line of its worker."""
+        script, options = Path(__file__).with_name("peer_worker.py"), json.dumps(configuration.options)
+        python, model = self.python(configuration), self.model(configuration)
+        return [python, script, configuration.system, model, str(threads), options]
 
 
 # 3,072 blocks of 32 tokens hold 64 kept contexts and everything of a round beside them.
@@ -105,8 +127,7 @@ class Sizes:
 def prompt(seed: str, length: int) -> list[int]:
     """Random token ids, the same for the same seed."""
     rng = random.Random(seed)
-    return [rng.randrange(GROUPS = ("single", "decode", "prefill", "offline")
-_FIRST_ID, _LAST_ID) for _ in range(length)]
+    return [rng.randrange(_FIRST_ID, _LAST_ID) for _ in range(length)]
 
 
 def mixed_lengths(count: int, seed: int) -> list[tuple[int, int]]:

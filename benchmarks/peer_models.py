@@ -40,7 +40,9 @@ def write_hf_folder(checkpoint: GgufCheckpoint, folder: Path) -> None:
 def hf_config(spec: ModelSpec) -> dict[str, object]:
     """Return ``config.json`` of a plain Llama."""
     if spec.rope_scaling is not None:
-        raise UsageError(f"{spec.name} scales its rotary frequencies, which this script does not write: choose another.")
+        raise UsageError(
+            f"{spec.name} scales its rotary frequencies, which this script does not write: choose another."
+        )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -115,7 +117,9 @@ def make_models(model: str, peers: Path, models: Path) -> None:
     """Make what the peers under ``peers`` need and ``models`` has not; raises what a converter's failure raises."""
     checkpoint = resolve(model, report=print)
     if not isinstance(checkpoint, GgufCheckpoint):
-        raise UsageError(f"{model} is no GGUF model, and the peers' files are made from one: name such a preset or file.")
+        raise UsageError(
+            f"{model} is no GGUF model, and the peers' files are made from one: name such a preset or file."
+        )
     models.mkdir(parents=True, exist_ok=True)
     hf = made(models / "hf", lambda folder: write_hf_folder(checkpoint, folder))
 

@@ -73,6 +73,7 @@ class Trtcb:
         self.facts = {"trtcb": version("trtcb"), "numba": version("numba")}
 
     def generate(self, load: Load) -> Times:
+        """See :class:`System`."""
         from trtcb.executor.request import Request, SamplingParams
 
         self._times = [[] for _ in load.asks]
@@ -113,6 +114,7 @@ class OpenVino:
         self.facts = {"openvino": openvino.__version__, "openvino-genai": openvino_genai.__version__}
 
     def generate(self, load: Load) -> Times:
+        """See :class:`System`."""
         pipeline, waiting = self._pipeline(load.is_kept), deque(enumerate(load.asks))
         times: Times = [[] for _ in load.asks]
         running: dict[int, Any] = {}
@@ -162,6 +164,7 @@ class OnnxRuntimeGenAi:
         self.facts = {"onnxruntime-genai": version("onnxruntime-genai"), "onnxruntime": version("onnxruntime")}
 
     def generate(self, load: Load) -> Times:
+        """See :class:`System`."""
         times: Times = []
         for group in _groups(load):
             steps = list(self._steps([load.asks[number] for number in group]))
@@ -193,13 +196,14 @@ class LlamaCpp:
     def __init__(self, model: str, threads: int, options: dict[str, Any]) -> None:
         import xllamacpp
 
-        self._xllamacpp, self._model, self._threads = xllamacpp, model, threads
+        self._xllamacpp, self._model, self._threads, self._options = xllamacpp, model, threads, options
         self._servers: dict[tuple[int, int], Any] = {}
         self._server(1, 4096)
         system = xllamacpp.get_system_info().strip(" |")
         self.facts = {"xllamacpp": version("xllamacpp"), "llama.cpp built with": system}
 
     def generate(self, load: Load) -> Times:
+        """See :class:`System`."""
         times: Times = [[] for _ in load.asks]
         slot_tokens = 4096 if load.in_flight == 1 else 896
         server = self._server(MAX_IN_FLIGHT, 384) if load.is_kept else self._server(load.in_flight, slot_tokens)
@@ -225,7 +229,13 @@ class LlamaCpp:
             else:
                 num_tokens = chunk["usage"]["completion_tokens"]
 
-        body = {"prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": ask.prompt,
+            "max_tokens": ask.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         server.handle_completions({**body, **extra}, on_chunk)
         if errors:
             raise RuntimeError(errors[0])
@@ -241,6 +251,8 @@ class LlamaCpp:
             params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self._threads
             params.flash_attn_type = self._xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
             params.cache_ram_mib, params.port = 0, 0
+            for name, value in self._options.items():
+                setattr(params, name, value)
             self._servers[key] = self._xllamacpp.Server(params)
         return self._servers[key]
 
@@ -259,6 +271,7 @@ class Transformers:
         self.facts = {"transformers": version("transformers"), "torch": torch.__version__}
 
     def generate(self, load: Load) -> Times:
+        """See :class:`System`."""
         times: Times = []
         with self._torch.inference_mode():
             for group in _groups(load):
@@ -314,6 +327,7 @@ class Vllm:
         self.facts = {"vllm": vllm.__version__}
 
     def generate(self, load: Load) -> Times:
+        """See :class:`System`."""
         engine, waiting = self._llm.llm_engine, deque(enumerate(load.asks))
         times: Times = [[] for _ in load.asks]
         num_running = 0

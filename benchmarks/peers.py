@@ -23,13 +23,13 @@ from typing import Any, Protocol
 
 from peer_footprint import measure_footprint
 from peer_http import measure_http
-from peer_lines import CONFIGURATIONS, GROUPS, Configuration, Line, Sizes, lines
+from peer_lines import CONFIGURATIONS, GROUPS, Line, Places, Sizes, lines
 from peer_link import Worker, WorkerError
 from peer_table import Measured, Outcome, accuracy_of, table
 
 from trtcb.memory import total_memory
 
-_LOAD_TIMEOUT_S = 300.0
+_TIMEOUT_S = 300.0  # of loading, and of one measurement
 
 
 class Asked(Protocol):
@@ -80,17 +80,6 @@ def _ask(worker: Asked, message: dict[str, Any], measured: Measured, dead: dict[
             dead[measured.configuration.name] = str(error)
 
 
-def command(configuration: Configuration, arguments: argparse.Namespace) -> list[str | Path]:
-    """Make the command line of a configuration's worker."""
-    script = Path(__file__).with_name("peer_worker.py")
-    if configuration.is_ours:
-        python, folder = Path(sys.executable), arguments.plans
-    else:
-        python, folder = arguments.peers / configuration.system / "bin/python", arguments.models
-    options = json.dumps(configuration.options)
-    return [python, script, configuration.system, folder / configuration.model, str(arguments.threads), options]
-
-
 def run_comparison(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start the workers, measure, print the table, and return everything as JSON values."""
     sizes = Sizes.small() if arguments.small else Sizes()
@@ -104,11 +93,11 @@ def run_comparison(arguments: argparse.Namespace) -> dict[str, Any]:
             name = configuration.name
             if name not in wanted or (arguments.systems and name not in arguments.systems):
                 continue
-            reason = configuration.missing(arguments.peers, arguments.models, arguments.plans)
+            reason = arguments.places.missing(configuration)
             if reason is None:
                 try:
-                    log = logs / f"{name}.log"
-                    worker = Worker(command(configuration, arguments), log, timeout_s=_LOAD_TIMEOUT_S)
+                    command = arguments.places.worker(configuration, arguments.threads)
+                    worker = Worker(command, logs / f"{name}.log", timeout_s=_TIMEOUT_S)
                     workers[name] = stack.enter_context(worker)
                     facts[name] = worker.facts
                 except WorkerError as error:
@@ -157,8 +146,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, required=True, help="folder with one virtual environment a peer")
     parser.add_argument("--models", type=Path, help="what peer_models.py made [PEERS/models]")
-    parser.add_argument("--plans", type=Path, default=Path("engines"), help="folder with int8.plan, bf16.plan, int4.plan")
-    parser.add_argument("--accuracy", type=Path, nargs="*", default=[], help="reports of trtcb eval --json of these plans")
+    parser.add_argument(
+        "--plans", type=Path, default=Path("engines"), help="folder with int8.plan, bf16.plan, int4.plan"
+    )
+    parser.add_argument(
+        "--accuracy", type=Path, nargs="*", default=[], help="reports of trtcb eval --json of these plans"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=60, help="after these, no further round begins [%(default)g]")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=GROUPS, help="which lines [%(default)s]")
@@ -167,13 +160,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="a few tokens of everything, to see that it runs")
     parser.add_argument("--http", action="store_true", help="measure serving over HTTP instead")
+    parser.add_argument("--serve-flags", default="", help="more flags of trtcb serve, for --http, in one argument")
     parser.add_argument("--process", action="store_true", help="measure memory and start of trtcb serve instead")
     today = datetime.datetime.now(datetime.timezone.utc).date()
     default = Path(__file__).with_name("results") / f"{today}-peers.json"
     parser.add_argument("--output", type=Path, default=default, help="the JSON file [%(default)s]")
     arguments = parser.parse_args()
-    arguments.peers = arguments.peers.absolute()
-    arguments.models = (arguments.models or arguments.peers / "models").absolute()
+    peers = arguments.peers.absolute()  # not resolved: a virtual environment is known by the path to its Python
+    arguments.places = Places(peers, (arguments.models or peers / "models").absolute(), arguments.plans)
 
     began_s = time.monotonic()
     report: dict[str, Any] = {"machine": machine_facts(), "threads": arguments.threads}
