@@ -11,6 +11,8 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from peer_systems import SYSTEMS, Ask, Load, System, Times
@@ -45,11 +47,14 @@ MEASURES: dict[str, Callable[[float, Load, Times], float]] = {
 
 
 def measure(system: System, message: dict[str, Any]) -> float:
-    """Have a load served and return its rate; an answer that is too short is an error."""
-    from time import perf_counter
+    """Have a load served and return its rate; an answer that is too short is an error.
 
+    Prompts that are kept are served once before, with one new token each, so that they are there.
+    """
     asks = tuple(Ask(prompt, max_tokens) for prompt, max_tokens in message["asks"])
     load = Load(asks, message["in_flight"], message["is_kept"])
+    if load.is_kept:
+        system.generate(replace(load, asks=tuple(replace(ask, max_tokens=1) for ask in asks)))
     started_s = perf_counter()
     times = system.generate(load)
     for ask, seen in zip(load.asks, times, strict=True):

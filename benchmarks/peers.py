@@ -29,7 +29,7 @@ from peer_table import Measured, Outcome, accuracy_of, table
 
 from trtcb.memory import total_memory
 
-_TIMEOUT_S = 300.0  # of loading, and of one measurement
+_TIMEOUT_S = 900.0  # of loading, and of one measurement, the first of which computes 64 contexts
 
 
 class Asked(Protocol):

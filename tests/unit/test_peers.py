@@ -247,6 +247,20 @@ def test_rates_of_a_load() -> None:
         peer_worker.decode_rate(0.0, load, [[1.0, 2.0], [2.0, 3.0]])
 
 
+def test_kept_prompts_are_served_once_before_the_clock_starts() -> None:
+    served = []
+
+    class Counting:
+        def generate(self, load: Load) -> list[list[float]]:
+            served.append([ask.max_tokens for ask in load.asks])
+            return [[float(step) for step in range(ask.max_tokens)] for ask in load.asks]
+
+    message = {"measure": "decode", "asks": [[[5], 6], [[7], 6]], "in_flight": 2, "is_kept": True}
+    assert peer_worker.measure(Counting(), message) == 2.0
+    assert peer_worker.measure(Counting(), {**message, "is_kept": False}) == 2.0
+    assert served == [[1, 1], [6, 6], [6, 6]]
+
+
 def test_an_answer_that_is_too_short_is_an_error() -> None:
     class Short:
         def generate(self, load: Load) -> list[list[float]]:
