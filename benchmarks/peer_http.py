@@ -37,7 +37,8 @@ HTTP_TARGET = 0.93
 _CLOSED_LOOP = 32
 _VOCAB_SIZE = 20_000
 _WIDTH = 1.15  # rates that differ by less are the same knee
-_LOWEST, _HIGHEST = 1 / 16, 256.0
+_LOWEST, _HIGHEST = 1 / 8, 256.0
+_SECONDS = 40.0  # of arrivals at a rate, where that is neither few requests nor many
 _SERVERS = ("trtcb", "llama.cpp")
 _KEYS = ("p95_itl_ms", "p95_ttft_ms", "output_throughput")
 
@@ -134,9 +135,8 @@ def measure_rates(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
 def _within_limit(
     running: RunningServer, arguments: argparse.Namespace, points: list[dict[str, float]], name: str
 ) -> Callable[[float], bool]:
-    count = 8 if arguments.small else 40
-
     def keeps(rate: float) -> bool:
+        count = 8 if arguments.small else round(min(64, max(12, _SECONDS * rate)))
         report = load(running.url, mixed_workload(count, arguments.seed, rate, prompt_seed=len(points)))
         points.append({"rate": rate, **{key: report[key] for key in _KEYS}})
         print(f"{name}, {rate:.3g} a second: p95 ITL {report['p95_itl_ms']:.1f} ms", file=sys.stderr, flush=True)
