@@ -75,14 +75,13 @@ CONFIGURATIONS = (
     Configuration("llama.cpp q4_0", "llama.cpp", "q4_0.gguf"),
     Configuration("transformers bf16", "transformers", "hf", {"dtype": "bfloat16"}),
     Configuration("transformers fp32", "transformers", "hf", {"dtype": "float32"}),
-    Configuration("vllm bf16", "vllm", "hf", {"dtype": "bfloat16"}),
 )
 
 _8_BIT = ("trtcb int8", "openvino int8", "llama.cpp q8_0")
 _4_BIT = ("trtcb int4", "onnxruntime-genai int4", "llama.cpp q4_0")
-_16_BIT = ("trtcb bf16", "openvino fp16", "openvino fp32", "transformers bf16", "transformers fp32", "vllm bf16")
+_16_BIT = ("trtcb bf16", "openvino fp16", "openvino fp32", "transformers bf16", "transformers fp32")
 # Without transformers: its static batches take minutes for what is seconds elsewhere.
-_ALL = (*_8_BIT, *_4_BIT, "trtcb bf16", "openvino fp16", "vllm bf16")
+_ALL = (*_8_BIT, *_4_BIT, "trtcb bf16", "openvino fp16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class OpenVino:
     def _pipeline(self, is_kept: bool) -> Any:
         if is_kept not in self._pipelines:
             scheduler = self._genai.SchedulerConfig()
-            scheduler.max_num_seqs, scheduler.cache_size = MAX_IN_FLIGHT, 2
+            scheduler.max_num_seqs, scheduler.cache_size = MAX_IN_FLIGHT, 1  # GB: three times what any load needs
             scheduler.max_num_batched_tokens = 512
             scheduler.enable_prefix_caching = is_kept
             pipeline = self._genai.ContinuousBatchingPipeline(self._model, scheduler, "CPU", self._properties)
@@ -307,52 +307,10 @@ class Transformers:
             yield time.perf_counter()
 
 
-class Vllm:
-    """vLLM's CPU build, in one process. Prefix caching keeps what is kept; other prompts are new each time."""
-
-    def __init__(self, model: str, threads: int, options: dict[str, Any]) -> None:
-        import os
-
-        os.environ |= {
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
-        import vllm
-
-        self._vllm = vllm
-        self._llm = vllm.LLM(
-            model, max_num_seqs=MAX_IN_FLIGHT, max_model_len=4096, enable_prefix_caching=True, **options
-        )
-        self.facts = {"vllm": vllm.__version__}
-
-    def generate(self, load: Load) -> Times:
-        """See :class:`System`."""
-        engine, waiting = self._llm.llm_engine, deque(enumerate(load.asks))
-        times: Times = [[] for _ in load.asks]
-        num_running = 0
-        while waiting or num_running:
-            while waiting and num_running < load.in_flight:
-                number, ask = waiting.popleft()
-                params = self._vllm.SamplingParams(
-                    temperature=0, max_tokens=ask.max_tokens, ignore_eos=True, detokenize=False
-                )
-                engine.add_request(str(number), {"prompt_token_ids": ask.prompt}, params)
-                num_running += 1
-            outputs = engine.step()
-            now_s = time.perf_counter()
-            for output in outputs:
-                seen = times[int(output.request_id)]
-                seen += [now_s] * (len(output.outputs[0].token_ids) - len(seen))
-                num_running -= output.finished
-        return times
-
-
 SYSTEMS: dict[str, Callable[[str, int, dict[str, Any]], System]] = {
     "trtcb": Trtcb,
     "openvino": OpenVino,
     "onnxruntime-genai": OnnxRuntimeGenAi,
     "llama.cpp": LlamaCpp,
     "transformers": Transformers,
-    "vllm": Vllm,
 }

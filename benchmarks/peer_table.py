@@ -67,8 +67,12 @@ class Outcome:
 
 
 def table(outcomes: Sequence[Outcome], accuracy: Mapping[str, str]) -> str:
-    """Write a block of rows a line: systems with their rates, the ratio to the best peer, and the verdict."""
+    """Write a block of rows a line: systems with their rates, the ratio to the best peer, and the verdict.
+
+    What failed is under the table, in its own words.
+    """
     rows = [["line", "system", "tokens/s", "min..max", "of best peer", "target", "verdict", "accuracy"]]
+    failures = []
     for outcome in outcomes:
         ours, peers = outcome.best(is_ours=True), outcome.best(is_ours=False)
         name = outcome.line.name
@@ -76,7 +80,8 @@ def table(outcomes: Sequence[Outcome], accuracy: Mapping[str, str]) -> str:
             title = m.configuration.name
             shown_accuracy = accuracy.get(title, "not measured") if m.configuration.is_ours else ""
             if m.median is None:
-                rows.append([name, title, f"failed: {m.error or 'not measured'}", "", "", "", "", shown_accuracy])
+                rows.append([name, title, "failed", "", "", "", "", shown_accuracy])
+                failures.append(f"failed: {outcome.line.name}, {title}: {m.error}")
             else:
                 span = f"{shown_number(min(m.rates))}..{shown_number(max(m.rates))}"
                 ratio = "" if peers is None else f"{m.median / peers:.2f}"
@@ -84,7 +89,7 @@ def table(outcomes: Sequence[Outcome], accuracy: Mapping[str, str]) -> str:
                 judged = [f">= {outcome.line.target:g}", outcome.verdict] if is_judged else ["", ""]
                 rows.append([name, title, shown_number(m.median), span, ratio, *judged, shown_accuracy])
             name = ""
-    return text_table(rows)
+    return "\n".join([text_table(rows), *failures])
 
 
 def accuracy_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -82,6 +82,7 @@ def _ask(worker: Asked, message: dict[str, Any], measured: Measured, dead: dict[
 
 def run_comparison(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start the workers, measure, print the table, and return everything as JSON values."""
+    accuracy = accuracy_of([json.loads(path.read_text()) for path in arguments.accuracy])
     sizes = Sizes.small() if arguments.small else Sizes()
     chosen = [line for line in lines(sizes, arguments.seed) if line.group in arguments.groups]
     wanted = {name for line in chosen for name in line.configurations}
@@ -107,7 +108,6 @@ def run_comparison(arguments: argparse.Namespace) -> dict[str, Any]:
             _say(f"{name}: {reason or 'ready'}")
         end_s = time.monotonic() + 60 * arguments.minutes
         outcomes = compare(workers, chosen, arguments.rounds, lambda: time.monotonic() < end_s)
-    accuracy = accuracy_of([json.loads(path.read_text()) for path in arguments.accuracy])
     print(table(outcomes, accuracy))
     for name, reason in skipped.items():
         print(f"left out: {name}: {reason}")
@@ -166,6 +166,10 @@ def main() -> None:
     default = Path(__file__).with_name("results") / f"{today}-peers.json"
     parser.add_argument("--output", type=Path, default=default, help="the JSON file [%(default)s]")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    if not arguments.output.parent.is_dir():
+        parser.error(f"--output: there is no folder {arguments.output.parent}")
     peers = arguments.peers.absolute()  # not resolved: a virtual environment is known by the path to its Python
     arguments.places = Places(peers, (arguments.models or peers / "models").absolute(), arguments.plans)
 

@@ -150,7 +150,7 @@ def test_a_failure_is_shown_and_spoils_nothing_else() -> None:
     assert second.ratio is None
     assert second.verdict == "not judged"
     text = table([second], {})
-    assert "failed: bad shape" in text
+    assert "failed: a line, openvino int8: bad shape" in text.splitlines()
     assert "not measured" in text
 
 
