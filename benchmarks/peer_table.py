@@ -76,17 +76,17 @@ def table(outcomes: Sequence[Outcome], accuracy: Mapping[str, str]) -> str:
     for outcome in outcomes:
         ours, peers = outcome.best(is_ours=True), outcome.best(is_ours=False)
         name = outcome.line.name
-        for m in outcome.measured:
+        for number, m in enumerate(outcome.measured):
             title = m.configuration.name
             shown_accuracy = accuracy.get(title, "not measured") if m.configuration.is_ours else ""
+            is_judged = number == 0 if ours is None else m.configuration.is_ours and m.median == ours
+            judged = [f">= {outcome.line.target:g}", outcome.verdict] if is_judged else ["", ""]
             if m.median is None:
-                rows.append([name, title, "failed", "", "", "", "", shown_accuracy])
+                rows.append([name, title, "failed", "", "", *judged, shown_accuracy])
                 failures.append(f"failed: {outcome.line.name}, {title}: {m.error}")
             else:
                 span = f"{shown_number(min(m.rates))}..{shown_number(max(m.rates))}"
                 ratio = "" if peers is None else f"{m.median / peers:.2f}"
-                is_judged = m.configuration.is_ours and m.median == ours
-                judged = [f">= {outcome.line.target:g}", outcome.verdict] if is_judged else ["", ""]
                 rows.append([name, title, shown_number(m.median), span, ratio, *judged, shown_accuracy])
             name = ""
     return "\n".join([text_table(rows), *failures])

@@ -7,8 +7,10 @@ It runs in the system's own Python and needs nothing but the system. First it wr
 number of tokens; its answer is ``{"rate": 123.4}``, in tokens per second, or ``{"error": "..."}``.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +18,8 @@ from time import perf_counter
 from typing import Any
 
 from peer_systems import SYSTEMS, Ask, Load, System, Times
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def decode_rate(started_s: float, load: Load, times: Times) -> float:
@@ -73,6 +77,8 @@ def answer(system: System, line: str) -> dict[str, Any]:
 
 def main() -> None:
     """Serve standard input."""
+    # One that stands still would outlive a parent that was killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Libraries print what they like: only answers may go to standard output.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

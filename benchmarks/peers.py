@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -173,6 +174,7 @@ def main() -> None:
     peers = arguments.peers.absolute()  # not resolved: a virtual environment is known by the path to its Python
     arguments.places = Places(peers, (arguments.models or peers / "models").absolute(), arguments.plans)
 
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are ended, too
     began_s = time.monotonic()
     report: dict[str, Any] = {"machine": machine_facts(), "threads": arguments.threads}
     if arguments.http:

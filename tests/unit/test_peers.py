@@ -3,7 +3,9 @@
 import json
 import signal
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +99,44 @@ def test_a_worker_that_never_answers_is_ended(tmp_path: Path) -> None:
     assert worker._process.returncode == -signal.SIGKILL
 
 
+def test_a_worker_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """The worker is the real one, with a system that is loaded at once."""
+    folder = Path(peers.__file__).parent
+    worker = f"""
+import sys
+sys.path.insert(0, {str(folder)!r})
+import peer_systems, peer_worker
+peer_systems.SYSTEMS["none"] = lambda *arguments: type("None_", (), {{"facts": {{}}}})
+sys.argv = ["", "none", "", "2", "{{}}"]
+peer_worker.main()
+"""
+    parent = f"""
+import sys
+sys.path.insert(0, {str(folder)!r})
+from pathlib import Path
+from peer_link import Worker
+worker = Worker([sys.executable, "-c", {worker!r}], Path({str(tmp_path / "log")!r}), timeout_s=20.0)
+print(worker._process.pid, flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        process.kill()
+    deadline_s = time.monotonic() + 20
+    while _is_running(pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_a_worker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="No module named 'no_such_peer'"):
         Worker([sys.executable, "-c", "import no_such_peer"], tmp_path / "log", timeout_s=20.0)
@@ -122,6 +162,13 @@ def test_medians_ratio_and_verdict() -> None:
     assert [cell.strip() for cell in ours] == ["trtcb int8", "20", "10..30", "2.50", ">= 2", "met", "KL 0.1"]
     assert [cell.strip() for cell in best] == ["openvino int8", "8", "8..80", "1.00", "", "", ""]
     assert other[0].strip() == "llama.cpp q8_0"
+
+
+def test_a_line_without_ours_shows_its_target() -> None:
+    outcome = Outcome(LINE, (Measured(KNOWN["openvino int8"], [1.0]), Measured(KNOWN["llama.cpp q8_0"], [2.0])))
+    first, second = (row.split("|") for row in table([outcome], {}).splitlines()[2:])
+    assert [cell.strip() for cell in first[6:8]] == [">= 2", "not judged"]
+    assert [cell.strip() for cell in second[6:8]] == ["", ""]
 
 
 def test_a_target_that_is_just_missed() -> None:
