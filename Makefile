@@ -16,7 +16,7 @@ help:
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make check      linter, formatter and type checker"
 	@echo "make format     let the linter and the formatter mend what they can"
-	@echo "make bench      a short benchmark"
+	@echo "make bench      a short benchmark; PEERS=DIR adds one beside other systems (benchmarks/README.md)"
 	@echo "make clean      remove .venv and caches (plans in engines/ stay)"
 
 demo: $(STAMP)
@@ -39,6 +39,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/smoke.py
+ifdef PEERS
+	$(BIN)/python benchmarks/peers.py --peers $(PEERS)
+endif
 
 install: $(STAMP)
 

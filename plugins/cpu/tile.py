@@ -16,9 +16,9 @@ from numba import types
 from trtcb.plugins.cpu.streams import ONE_STREAM, Streams
 from trtcb.plugins.cpu.vector_ir import (
     EMIT_LOAD,
-    ITEM_BYTES,
     F32,
     I64,
+    ITEM_BYTES,
     LANES,
     VECTOR,
     Builder,

@@ -1,0 +1,187 @@
+"""Serving over HTTP: how far trtcb and llama.cpp can be loaded, and what HTTP costs trtcb.
+
+The highest rate is that of Poisson arrivals at which 95 % of the gaps between pieces of text are within ``LIMIT_MS``.
+What HTTP costs is the throughput of a closed loop of 32 over that of the same plan and requests without a server,
+measured in turns.
+"""
+
+import argparse
+import asyncio
+import math
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from peer_lines import CONFIGURATIONS, Configuration, mixed_lengths, prompt
+from peer_link import Worker
+from peer_server import RunningServer, free_port, server
+
+from trtcb.bench.http_client import ApiClient
+from trtcb.bench.http_load import Asking, LoadGenerator, warm_up
+from trtcb.bench.load_report import LoadReport
+from trtcb.bench.metrics import Slo
+from trtcb.bench.prompt_style import PromptStyle
+from trtcb.bench.table import shown_number, text_table
+from trtcb.bench.workload import Workload
+from trtcb.errors import TrtcbError
+
+LIMIT_MS = 60.0
+HTTP_TARGET = 0.93
+_CLOSED_LOOP = 32
+_VOCAB_SIZE = 20_000
+_WIDTH = 1.15  # rates that differ by less are the same knee
+_LOWEST, _HIGHEST = 1 / 8, 256.0
+_SECONDS = 40.0  # of arrivals at a rate, where that is neither few requests nor many
+_SERVERS = ("trtcb", "llama.cpp")
+_KEYS = ("p95_itl_ms", "p95_ttft_ms", "output_throughput")
+
+
+def mixed_workload(
+    count: int, seed: int, rate: float, *, prompt_seed: int, max_concurrency: int | None = None
+) -> Workload:
+    """The mixed requests of the offline lines, with Poisson arrivals; an infinite ``rate`` has all there at once.
+
+    Lengths and the pattern of arrivals are the ``seed``'s alone. A ``prompt_seed`` that is used twice with one server
+    finds its prompts in the prefix cache.
+    """
+    lengths = np.array(mixed_lengths(count, seed), np.int64)
+    arrival_s = np.cumsum(np.random.default_rng(seed).exponential(1.0, count)) / rate
+    num_output, priority = lengths[:, 1], np.full(count, 0.5)
+    return Workload(arrival_s, lengths[:, 0], num_output, num_output, priority, 0, prompt_seed, max_concurrency)
+
+
+def load(url: str, workload: Workload) -> dict[str, Any]:
+    """Send a workload and return the report of ``trtcb bench serve``; raises ``RuntimeError`` if a request failed."""
+
+    async def run() -> LoadReport:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # some servers close idle connections unannounced
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=300)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            client = ApiClient(session, url, "/v1/completions", None)
+            asking = Asking((await client.models())[0], PromptStyle.IDS, _VOCAB_SIZE, 0.0, True)
+            asking, words = await warm_up(client, asking, workload)
+            if words:
+                raise RuntimeError(f"{url} takes no token ids: {words}")
+            return LoadReport(await LoadGenerator(client, asking, workload).run(asyncio.Event()), Slo())
+
+    report = asyncio.run(run()).to_json()
+    if report["failed"]:
+        raise RuntimeError(f"{report['failed']} of {report['num_prompts']} requests failed: {report['failures']}")
+    return report
+
+
+def knee(keeps: Callable[[float], bool], start: float = 1.0) -> float:
+    """Return the highest rate that ``keeps`` accepts, by doubling or halving, then bisection; 0 if there is none."""
+    low = start
+    if keeps(start):
+        while low < _HIGHEST and keeps(2 * low):
+            low *= 2
+    else:
+        low /= 2
+        while low >= _LOWEST and not keeps(low):
+            low /= 2
+        if low < _LOWEST:
+            return 0.0
+    high = 2 * low
+    while high / low > _WIDTH:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low
+
+
+def server_command(
+    configuration: Configuration, arguments: argparse.Namespace, port: int
+) -> tuple[list[str | Path], str]:
+    """Make a server's command line; the second is the route that says it is ready."""
+    python, model = arguments.places.python(configuration), arguments.places.model(configuration)
+    slots, threads = "32", str(arguments.threads)
+    if configuration.is_ours:
+        flags = ("--max-batch-size", slots, *shlex.split(arguments.serve_flags))
+        return trtcb_serve(model, port, threads, *flags), "/ready"
+    script = Path(__file__).with_name("peer_llama_server.py")
+    return [python, script, model, str(port), threads, slots, "896"], "/health"
+
+
+def trtcb_serve(plan: Path, port: int, threads: str, *more: str) -> list[str | Path]:
+    """Make the command line of a server of trtcb."""
+    return [sys.executable, "-m", "trtcb", "serve", plan, "--port", str(port), "--threads", threads, *more]
+
+
+def measure_rates(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
+    """Find the highest rate of each server that is there, one server after the other."""
+    found: dict[str, Any] = {}
+    for configuration in CONFIGURATIONS:
+        name, points = configuration.name, []
+        is_wanted = not arguments.systems or name in arguments.systems
+        if not is_wanted or configuration.system not in _SERVERS or arguments.places.missing(configuration) is not None:
+            continue
+        port = free_port()
+        command, ready = server_command(configuration, arguments, port)
+        try:
+            with server(command, port, ready, logs / f"{name}.log") as running:
+                found[name] = {"highest_rate": knee(_within_limit(running, arguments, points, name)), "points": points}
+        except (RuntimeError, TrtcbError) as error:
+            found[name] = {"error": str(error), "points": points}
+    return found
+
+
+def _within_limit(
+    running: RunningServer, arguments: argparse.Namespace, points: list[dict[str, float]], name: str
+) -> Callable[[float], bool]:
+    def keeps(rate: float) -> bool:
+        count = 8 if arguments.small else round(min(64, max(12, _SECONDS * rate)))
+        report = load(running.url, mixed_workload(count, arguments.seed, rate, prompt_seed=len(points)))
+        points.append({"rate": rate, **{key: report[key] for key in _KEYS}})
+        print(f"{name}, {rate:.3g} a second: p95 ITL {report['p95_itl_ms']:.1f} ms", file=sys.stderr, flush=True)
+        return bool(report["p95_itl_ms"] <= LIMIT_MS)
+
+    return keeps
+
+
+def measure_cost(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
+    """Throughput of trtcb's int8 plan over HTTP, in turns with that of the same requests without a server."""
+    count = 8 if arguments.small else 64
+    (configuration,) = [c for c in CONFIGURATIONS if c.name == "trtcb int8"]
+    port = free_port()
+    http, offline = [], []
+    with ExitStack() as stack:
+        serve, ready = server_command(configuration, arguments, port)
+        running = stack.enter_context(server(serve, port, ready, logs / "closed-loop.log"))
+        command = arguments.places.worker(configuration, arguments.threads)
+        worker = stack.enter_context(Worker(command, logs / "offline.log", timeout_s=600.0))
+        for number in range(min(3, arguments.rounds)):
+            lengths = mixed_lengths(count, arguments.seed)
+            asks = [(prompt(f"{number} {i}", length), size) for i, (length, size) in enumerate(lengths)]
+            message = {"measure": "output", "asks": asks, "in_flight": _CLOSED_LOOP, "is_kept": False}
+            offline.append(worker.ask(message))
+            seeds = {"seed": arguments.seed, "prompt_seed": number}
+            workload = mixed_workload(count, rate=math.inf, max_concurrency=_CLOSED_LOOP, **seeds)
+            http.append(float(load(running.url, workload)["output_throughput"]))
+            print(f"HTTP {http[-1]:.1f}, offline {offline[-1]:.1f} tokens/s", file=sys.stderr, flush=True)
+    ratio = statistics.median(http) / statistics.median(offline)
+    return {"http": http, "offline": offline, "ratio": ratio, "target": HTTP_TARGET}
+
+
+def measure_http(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure both, and print them."""
+    with tempfile.TemporaryDirectory() as folder:
+        cost = measure_cost(arguments, Path(folder))
+        rates = measure_rates(arguments, Path(folder))
+    _print(rates, cost)
+    return {"limit_ms": LIMIT_MS, "rates": rates, "cost": cost}
+
+
+def _print(rates: Mapping[str, Any], cost: Mapping[str, Any]) -> None:
+    rows = [["Poisson arrivals", f"highest rate with p95 ITL <= {LIMIT_MS:g} ms (requests/s)"]]
+    for name, found in rates.items():
+        rows.append([name, f"failed: {found['error']}" if "error" in found else shown_number(found["highest_rate"])])
+    print(text_table(rows))
+    verdict = "met" if cost["ratio"] >= cost["target"] else "missed"
+    print(f"HTTP over offline, closed loop of {_CLOSED_LOOP}: {cost['ratio']:.3f}, target {cost['target']}: {verdict}")
