@@ -51,9 +51,9 @@ def main() -> None:
 
     with Plan.open(arguments.plan, verify="header") as plan:
         header = plan.header
-        # a tied head is read whole each step; an untied embedding only row by row
+        # a head is read whole each step; an embedding that is not the head as well only row by row
         weights = sum(t.num_bytes for t in plan.tensors.values() if not t.name.startswith("rope"))
-        if not header.model.tie_embeddings:
+        if "lm_head" in plan.tensors:
             weights -= plan.tensors["embedding"].num_bytes
     with ThreadPoolExecutor(1) as thread:  # its team of OpenMP workers ends with it, see CpuRuntime
         bandwidth = thread.submit(read_bandwidth).result()
