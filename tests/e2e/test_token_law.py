@@ -74,13 +74,20 @@ MORE_SETTINGS = {
 @pytest.mark.timeout(1200)  # slow processors are welcome
 @pytest.mark.parametrize("all_settings", [SETTINGS, pytest.param(MORE_SETTINGS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("weight_dtype", "kv_dtype"),
-    [("bf16", "fp8"), ("int8", "int8"), ("int4", "bf16"), pytest.param("fp32", "fp32", marks=pytest.mark.slow)],
+    ("engine", "weight_dtype", "kv_dtype"),
+    [
+        ("whole_step", "bf16", "fp8"),
+        ("whole_step", "int8", "int8"),
+        ("whole_step", "int4", "bf16"),
+        pytest.param("whole_step", "fp32", "fp32", marks=pytest.mark.slow),
+        pytest.param("portable", "fp32", "fp8", marks=pytest.mark.slow),
+        pytest.param("portable", "int8", "bf16", marks=pytest.mark.slow),
+    ],
 )
-def test_tokens_equal_the_solo_run(smollm2_plan, weight_dtype, kv_dtype, all_settings):
+def test_tokens_equal_the_solo_run(smollm2_plan, engine, weight_dtype, kv_dtype, all_settings):
     plan = smollm2_plan(weight_dtype, kv_dtype)
     prompts, params = workload()
-    with LLM(plan, max_batch_size=1, prefix_caching=False, max_seq_len=1024) as llm:
+    with LLM(plan, cpu_engine=engine, max_batch_size=1, prefix_caching=False, max_seq_len=1024) as llm:
         solo = [llm.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
         edited = [i for i, one in enumerate(params) if replace(one, **OFF) != one][:4]
         plain = llm.generate([prompts[i] for i in edited], [replace(params[i], **OFF) for i in edited])
@@ -88,7 +95,7 @@ def test_tokens_equal_the_solo_run(smollm2_plan, weight_dtype, kv_dtype, all_set
     assert any(solo[i].token_ids != one.token_ids for i, one in zip(edited, plain, strict=True))
     for name, settings in all_settings.items():
         steps = []
-        with LLM(plan, on_step=steps.append, **{"max_batch_size": 16, "max_seq_len": 700, **settings}) as llm:
+        with LLM(plan, cpu_engine=engine, on_step=steps.append, **{"max_batch_size": 16, "max_seq_len": 700, **settings}) as llm:
             together = llm.generate(prompts, params)
         pauses = sum(step.num_pauses for step in steps)
         for i, (mine, alone) in enumerate(zip(together, solo, strict=True)):
