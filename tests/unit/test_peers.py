@@ -14,7 +14,7 @@ import numpy as np
 import peer_worker
 import peers
 import pytest
-from peer_http import knee, mixed_workload
+from peer_http import is_within_limits, knee, mixed_workload
 from peer_lines import CONFIGURATIONS, Line, Places, Sizes, lines, mixed_lengths, prompt
 from peer_link import Worker, WorkerError
 from peer_models import made, write_gguf, write_hf_folder
@@ -279,6 +279,12 @@ def test_the_knee_is_found(limit: float) -> None:
     found = knee(keeps)
     assert found <= limit < found * 1.15
     assert len(tried) < 16
+
+
+def test_short_gaps_behind_a_queue_are_not_enough() -> None:
+    assert is_within_limits(60.0, 0.9)
+    assert not is_within_limits(60.1, 0.9)
+    assert not is_within_limits(10.0, 0.2)
 
 
 def test_no_rate_at_all() -> None:
