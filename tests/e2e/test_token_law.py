@@ -77,8 +77,8 @@ MORE_SETTINGS = {
     ("engine", "weight_dtype", "kv_dtype"),
     [
         ("whole_step", "bf16", "fp8"),
-        ("whole_step", "int8", "int8"),
-        ("whole_step", "int4", "bf16"),
+        ("whole_step", "int4", "int8"),  # whose head is int8
+        pytest.param("whole_step", "int8", "bf16", marks=pytest.mark.slow),
         pytest.param("whole_step", "fp32", "fp32", marks=pytest.mark.slow),
         pytest.param("portable", "fp32", "fp8", marks=pytest.mark.slow),
         pytest.param("portable", "int8", "bf16", marks=pytest.mark.slow),
@@ -95,7 +95,9 @@ def test_tokens_equal_the_solo_run(smollm2_plan, engine, weight_dtype, kv_dtype,
     assert any(solo[i].token_ids != one.token_ids for i, one in zip(edited, plain, strict=True))
     for name, settings in all_settings.items():
         steps = []
-        with LLM(plan, cpu_engine=engine, on_step=steps.append, **{"max_batch_size": 16, "max_seq_len": 700, **settings}) as llm:
+        with LLM(
+            plan, cpu_engine=engine, on_step=steps.append, **{"max_batch_size": 16, "max_seq_len": 700, **settings}
+        ) as llm:
             together = llm.generate(prompts, params)
         pauses = sum(step.num_pauses for step in steps)
         for i, (mine, alone) in enumerate(zip(together, solo, strict=True)):
