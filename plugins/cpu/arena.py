@@ -1,6 +1,7 @@
 """Memory for what a step reads from end to end: in huge pages, so that looking up addresses costs little."""
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,8 @@ class Arena:
 def _map(num_bytes: int) -> npt.NDArray[np.uint8]:
     memory = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # of a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
     start = -array.ctypes.data % PAGE_BYTES
     return array[start : start + num_bytes]

@@ -1,6 +1,7 @@
 """Arrays from an arena: zeroed, apart from each other, and alive without it."""
 
 import gc
+import mmap
 
 import pytest
 
@@ -31,3 +32,8 @@ def test_arrays_outlive_the_arena_and_its_chunks(num_bytes):
 
 def test_nothing_is_an_array_too():
     assert len(Arena().take(0)) == 0
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # unknown to every kernel, as the true one is to some
+    assert not Arena().take(100).any()
