@@ -22,18 +22,22 @@ class WorkerError(Exception):
 class Worker:
     """Starts ``command`` and reads its first line; what it prints to standard error goes to ``log``.
 
-    Between questions the process is stopped by a signal, so that no thread of it spins while another is measured.
+    Raises :class:`WorkerError` if it cannot be started, or does not say in time that it is ready. Between questions the
+    process is stopped by a signal, so that no thread of it spins while another is measured.
     """
 
     def __init__(self, command: Sequence[str | Path], log: Path, *, timeout_s: float) -> None:
         self._log, self._timeout_s = log, timeout_s
         self._rest = b""
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0
+                )
+            except OSError as error:
+                raise WorkerError(f"cannot be started: {error}", is_dead=True) from None
         try:
-            self.facts: dict[str, str] = self._read()["facts"]
+            self.facts: dict[str, str] = self._read("facts")["facts"]
         except BaseException:
             self.close()
             raise
@@ -53,7 +57,7 @@ class Worker:
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            reply = self._read()
+            reply = self._read("rate", "error")
         except BrokenPipeError:
             raise self._dead("died") from None
         finally:
@@ -70,8 +74,8 @@ class Worker:
             assert pipe is not None
             pipe.close()
 
-    def _read(self) -> dict[str, Any]:
-        """Read one line, if it comes in time."""
+    def _read(self, *keys: str) -> dict[str, Any]:
+        """Read one line, if it comes in time and has one of the ``keys``."""
         assert self._process.stdout is not None
         while b"\n" not in self._rest:
             if not select.select([self._process.stdout], [], [], self._timeout_s)[0]:
@@ -82,9 +86,20 @@ class Worker:
                 raise self._dead("died")
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
-        return dict(json.loads(line))
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            reply = None
+        if not (isinstance(reply, dict) and reply.keys() & set(keys)):
+            self._process.kill()
+            raise self._dead(f"answered {line[:80]!r}")
+        return dict(reply)
 
     def _dead(self, how: str) -> WorkerError:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(self._timeout_s)
+        except subprocess.TimeoutExpired:  # it has closed its output, and hangs as it is taken down
+            self._process.kill()
+            code = self._process.wait()
         last = self._log.read_text(errors="replace").strip().splitlines()[-1:]
         return WorkerError(f"{how} (exit code {code}): {''.join(last)[:200]}", is_dead=True)

@@ -33,11 +33,17 @@ def free_port() -> int:
 def server(
     command: Sequence[str | Path], port: int, ready: str, log: Path, *, timeout_s: float = 300.0
 ) -> Iterator[RunningServer]:
-    """Run ``command`` until the block ends. Ready is when ``ready`` answers 200; raises ``RuntimeError`` if never."""
+    """Run ``command`` until the block ends. Ready is when ``ready`` answers 200.
+
+    Raises ``RuntimeError`` if it never does, or cannot be started.
+    """
     url = f"http://127.0.0.1:{port}"
     began_s = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        except OSError as error:
+            raise RuntimeError(f"{command[0]} cannot be started: {error}") from None
     try:
         while not _answers(url + ready):
             late = time.monotonic() - began_s > timeout_s

@@ -28,6 +28,8 @@ from peer_lines import CONFIGURATIONS, GROUPS, Line, Places, Sizes, lines
 from peer_link import Worker, WorkerError
 from peer_table import Measured, Outcome, accuracy_of, table
 
+from trtcb.cli.bench_options import check_writable
+from trtcb.errors import UsageError
 from trtcb.memory import total_memory
 
 _TIMEOUT_S = 900.0  # of loading, and of one measurement, the first of which computes 64 contexts
@@ -169,8 +171,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
-    if not arguments.output.parent.is_dir():
-        parser.error(f"--output: there is no folder {arguments.output.parent}")
+    try:
+        check_writable(arguments.output)
+    except UsageError as error:
+        parser.error(f"--output: {error}")
     peers = arguments.peers.absolute()  # not resolved: a virtual environment is known by the path to its Python
     arguments.places = Places(peers, (arguments.models or peers / "models").absolute(), arguments.plans)
 

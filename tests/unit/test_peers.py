@@ -18,6 +18,7 @@ from peer_http import is_within_limits, knee, mixed_workload
 from peer_lines import CONFIGURATIONS, Line, Places, Sizes, lines, mixed_lengths, prompt
 from peer_link import Worker, WorkerError
 from peer_models import made, write_gguf, write_hf_folder
+from peer_server import server
 from peer_systems import Load
 from peer_table import Measured, Outcome, accuracy_of, table
 
@@ -140,6 +141,39 @@ def _is_running(pid: int) -> bool:
 def test_a_worker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="No module named 'no_such_peer'"):
         Worker([sys.executable, "-c", "import no_such_peer"], tmp_path / "log", timeout_s=20.0)
+
+
+def test_what_cannot_be_executed_is_an_error(tmp_path: Path) -> None:
+    """Such as the Python of an environment that was moved."""
+    (tmp_path / "python").touch()
+    with pytest.raises(WorkerError, match=r"cannot be started: .*Permission denied"):
+        Worker([tmp_path / "python"], tmp_path / "log", timeout_s=20.0)
+    command: list[str | Path] = [tmp_path / "python"]
+    with pytest.raises(RuntimeError, match="cannot be started"), server(command, 1, "/", tmp_path / "log"):
+        pass
+
+
+@pytest.mark.parametrize("first", ["Welcome!", "7", "{}"])
+def test_a_first_line_that_is_none_of_ours_is_an_error(tmp_path: Path, first: str) -> None:
+    with pytest.raises(WorkerError, match=f"answered b'{first}'") as caught:
+        Worker([sys.executable, "-c", f"print({first!r}); input()"], tmp_path / "log", timeout_s=20.0)
+    assert caught.value.is_dead
+
+
+def test_a_worker_that_hangs_as_it_is_taken_down_is_ended(tmp_path: Path) -> None:
+    code = "import os, time; os.close(1); time.sleep(600)"
+    with pytest.raises(WorkerError, match=r"died \(exit code -9\)"):
+        Worker([sys.executable, "-c", code], tmp_path / "log", timeout_s=1.0)
+
+
+@pytest.mark.parametrize("output", ["", "nowhere/peers.json"])
+def test_an_output_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--peers", str(tmp_path), "--output", str(tmp_path / output)])
+    with pytest.raises(SystemExit, match="2"):
+        peers.main()
+    assert "--output: " in capsys.readouterr().err
 
 
 def test_medians_ratio_and_verdict() -> None:
