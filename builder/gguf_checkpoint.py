@@ -108,7 +108,8 @@ class GgufCheckpoint:
         blocks = self._rows(name).reshape(num_rows, depth // GROUP, -1)
         factors = np.ascontiguousarray(blocks[..., :-CODE_BYTES]).view("<f2")
         scale = factors[..., 0]
-        zero = -8 * scale if self._stored(name).kind == "Q4_0" else factors[..., 1]
+        with np.errstate(over="ignore"):  # a zero that is not finite is the caller's to refuse
+            zero = -8 * scale if self._stored(name).kind == "Q4_0" else factors[..., 1]
         return Int4Weight(blocks[..., -CODE_BYTES:].reshape(num_rows, -1), scale, zero)
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:

@@ -95,6 +95,17 @@ def test_blocks_of_four_bits_are_handed_over_as_they_are(tmp_path, kind):
     assert np.array_equal(weight.zero, zero)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_scale_whose_zero_is_beyond_fp16_is_no_warning(tmp_path):
+    """The build refuses it by name."""
+    tensors = stored_tensors(SPEC, random_tensors(SPEC))
+    blocks = quantised(tensors["blk.0.ffn_up.weight"], "Q4_0")
+    blocks[0, :2] = np.array([60000], np.float16).view(np.uint8)
+    tensors["blk.0.ffn_up.weight"] = (blocks, "Q4_0")
+    checkpoint = GgufCheckpoint(write_gguf(tmp_path / "q.gguf", tensors, metadata_of(SPEC)))
+    assert checkpoint.int4("model.layers.0.mlp.up_proj.weight").zero[0, 0] == -np.inf
+
+
 def test_other_types_are_no_blocks_of_four_bits(tmp_path):
     tensors = stored_tensors(SPEC, random_tensors(SPEC))
     tensors["blk.0.ffn_up.weight"] = (quantised(tensors["blk.0.ffn_up.weight"], "Q8_0"), "Q8_0")
