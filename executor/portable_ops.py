@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trtcb.errors import PlanError
 from trtcb.executor.call_list import BindOp, Op, Step, Values
 from trtcb.executor.linear import as_tensor, pack_linear, padded_rows
+from trtcb.plugins.cpu.arena import Arena
 from trtcb.plugins.cpu.rows import QUANTIZED
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class PortableOps:
         self._kernels = kernels
         self._pools = pools
         self._tables: dict[str, torch.Tensor] = {}
+        self._memory = Arena()
         self.attention: AttentionPlan | None = None  # of the step that is running
 
     def table(self) -> Mapping[str, BindOp]:
@@ -110,7 +112,7 @@ class PortableOps:
     def _quantized_linear(self, call: Call, source: torch.Tensor, out: torch.Tensor, rows: Rows) -> Op:
         from trtcb.plugins.cpu.linear import PackedLinear
 
-        linear = PackedLinear(*map(self._plan.tensor, call.weights))
+        linear = PackedLinear(*map(self._plan.tensor, call.weights), memory=self._memory)
         for name in call.weights:
             self._drop(name)
         x, y = source.data_ptr(), out.data_ptr()
@@ -120,7 +122,7 @@ class PortableOps:
         """The product whose result must not be rounded to the type of its weights."""
         from trtcb.plugins.cpu.linear import PackedLinear
 
-        head, address = PackedLinear(self._plan.tensor(name)), logits.data_ptr()
+        head, address = PackedLinear(self._plan.tensor(name), memory=self._memory), logits.data_ptr()
         self._drop(name)
 
         def run(step: Step) -> None:

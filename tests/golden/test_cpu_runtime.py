@@ -13,6 +13,7 @@ from tests.golden.ort_runner import export_runner, run_packed
 from trtcb.errors import UsageError
 from trtcb.evaluation.piece import Piece, pack
 from trtcb.executor.linear import padded_rows
+from trtcb.plugins.cpu import arena
 from trtcb.spec import BuildLimits, KVDtype, RopeScaling, WeightDtype
 
 SPEC = dataclasses.replace(
@@ -148,6 +149,16 @@ def test_a_row_of_nan_fails_alone(tmp_path, engine, sequences, tables):
     reused = runner.step(pack([Piece(clean, 0, tables[0], "last")], 32))
     fresh = CpuRunner(path, num_blocks=NUM_BLOCKS, engine=engine).step(pack([Piece(clean, 0, tables[2], "last")], 32))
     assert np.array_equal(reused, fresh)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_packed_weights_lie_in_one_piece_of_memory(tmp_path, engine, monkeypatch):
+    """Each in huge pages of its own would take megabytes beside what it holds."""
+    mapped = []
+    reserve = arena._map
+    monkeypatch.setattr(arena, "_map", lambda num_bytes: mapped.append(num_bytes) or reserve(num_bytes))
+    cpu_runner(tmp_path, engine, WeightDtype.INT4, KVDtype.FP8)
+    assert len(mapped) == 1
 
 
 def test_an_engine_that_does_not_exist_is_no_other_one(tmp_path):
