@@ -77,13 +77,21 @@ class Trtcb:
         from trtcb.executor.request import Request, SamplingParams
 
         self._times = [[] for _ in load.asks]
-        for number, ask in enumerate(load.asks):
-            if number >= load.in_flight:
+        num_running = 0
+        try:
+            for number, ask in enumerate(load.asks):
+                if num_running == load.in_flight:
+                    num_running -= 1
+                    self._wait_for_one()
+                params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
+                self._engine.submit(Request(str(number), tuple(ask.prompt), params))
+                num_running += 1
+            while num_running:
+                num_running -= 1
                 self._wait_for_one()
-            params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
-            self._engine.submit(Request(str(number), tuple(ask.prompt), params))
-        for _ in range(min(load.in_flight, len(load.asks))):
-            self._wait_for_one()
+        finally:  # after an error, too, nothing of this load runs into the next one
+            for _ in range(num_running):
+                self._ended.get()
         return self._times
 
     def _wait_for_one(self) -> None:

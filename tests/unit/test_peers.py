@@ -5,9 +5,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -19,12 +21,15 @@ from peer_lines import CONFIGURATIONS, Line, Places, Sizes, lines, mixed_lengths
 from peer_link import Worker, WorkerError
 from peer_models import made, write_gguf, write_hf_folder
 from peer_server import server
-from peer_systems import Load
+from peer_systems import Ask, Load, Trtcb
 from peer_table import Measured, Outcome, accuracy_of, table
 
 from tests.unit.tiny_gguf import write_tiny
 from trtcb.builder.gguf_checkpoint import GgufCheckpoint
 from trtcb.builder.hf import HfCheckpoint
+from trtcb.errors import RequestError
+from trtcb.executor.request import Request
+from trtcb.executor.served_model import ServedModel
 
 KNOWN = {configuration.name: configuration for configuration in CONFIGURATIONS}
 LINE = Line(
@@ -346,6 +351,36 @@ def test_kept_prompts_are_served_once_before_the_clock_starts() -> None:
     assert peer_worker.measure(Counting(), message) == 2.0
     assert peer_worker.measure(Counting(), {**message, "is_kept": False}) == 2.0
     assert served == [[1, 1], [6, 6], [6, 6]]
+
+
+def test_a_refused_request_leaves_none_of_its_load_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        """Refuses long prompts, and ends the others some time later."""
+
+        def __init__(self, on_deltas: Callable[[list[SimpleNamespace]], None]) -> None:
+            self.on_deltas = on_deltas
+            self.running: list[str] = []
+
+        def start(self) -> None:
+            pass
+
+        def submit(self, request: Request) -> None:
+            if len(request.prompt_token_ids) > 2:
+                raise RequestError("too long")
+            self.running.append(request.request_id)
+            threading.Timer(0.05, self.end).start()
+
+        def end(self) -> None:
+            ended = {"token_ids": (7,), "finish_reason": "length", "error": None}
+            self.on_deltas([SimpleNamespace(request_id=self.running.pop(0), **ended)])
+
+    monkeypatch.setattr(ServedModel, "from_plan", lambda *_, **__: SimpleNamespace(engine=Engine))
+    system = Trtcb("", 1, {})
+    short, long = Ask([5], 1), Ask([5] * 3, 1)
+    with pytest.raises(RequestError, match="too long"):
+        system.generate(Load((short, short, short, long), 3, False))
+    assert system._engine.running == []
+    assert list(map(len, system.generate(Load((short,) * 5, 2, False)))) == [1] * 5
 
 
 def test_an_answer_that_is_too_short_is_an_error() -> None:
