@@ -6,6 +6,8 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
+from trtcb.errors import OutOfMemoryError
+
 PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 32 << 20  # matrices of a small model are smaller than a page, so they share
 ALIGNMENT = 64
@@ -14,7 +16,8 @@ ALIGNMENT = 64
 class Arena:
     """Hands out zeroed arrays side by side. Each keeps its chunk of memory alive, so the arena may go before them.
 
-    Memory that is not used stays untouched. Where the system has no huge pages to give, there are small ones.
+    Memory that is not used stays untouched. Where the system has no huge pages to give, there are small ones. Raises
+    ``OutOfMemoryError`` where it has none at all.
     """
 
     def __init__(self) -> None:
@@ -31,7 +34,12 @@ class Arena:
 
 
 def _map(num_bytes: int) -> npt.NDArray[np.uint8]:
-    memory = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OutOfMemoryError(
+            f"There is no memory for {num_bytes:,} more bytes of weights: a plan with a smaller --weight-dtype takes less."
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with suppress(OSError):  # of a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

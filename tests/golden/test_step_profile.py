@@ -91,7 +91,7 @@ def test_work_of_a_tiny_model_by_hand(plan):
         "o_proj 64 x 128": (steps * (64 * 128 + 64 * 4), tokens * 2 * 64 * 128),
         "gate_up_proj 192 x 64": (steps * (192 * 64 + 192 * 4), tokens * 2 * 192 * 64),
         "down_proj 64 x 96": (steps * (64 * 96 + 64 * 4), tokens * 2 * 64 * 96),
-        "logits 100 x 64": (100 * 64 * 2, 2 * 2 * 100 * 64),  # one step had rows, two of them; bf16
+        "logits 100 x 64": (100 * 64 + 100 * 4, 2 * 2 * 100 * 64),  # one step had rows, two of them
         "attention": ((5 + 41 + 3) * 2 * 2 * (32 + 2), (56 + 6) * 4 * 4 * 32),
         **dict.fromkeys(["norm", "rope, KV write", "activation", "quantisation", "embedding, gather"], (0, 0)),
     }

@@ -5,6 +5,7 @@ import mmap
 
 import pytest
 
+from trtcb.errors import OutOfMemoryError
 from trtcb.plugins.cpu.arena import ALIGNMENT, CHUNK_BYTES, Arena
 
 
@@ -37,3 +38,8 @@ def test_nothing_is_an_array_too():
 def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch):
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # unknown to every kernel, as the true one is to some
     assert not Arena().take(100).any()
+
+
+def test_no_memory_is_told_with_what_takes_less():
+    with pytest.raises(OutOfMemoryError, match="smaller --weight-dtype"):
+        Arena().take(1 << 60)
