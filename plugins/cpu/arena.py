@@ -38,7 +38,7 @@ def _map(num_bytes: int) -> npt.NDArray[np.uint8]:
         memory = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise OutOfMemoryError(
-            f"There is no memory for {num_bytes:,} more bytes of weights: a plan with a smaller --weight-dtype takes less."
+            f"There is no memory for {num_bytes:,} more bytes of weights: a smaller --weight-dtype takes less."
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with suppress(OSError):  # of a kernel without them
