@@ -50,6 +50,7 @@ $(STAMP): pyproject.toml
 	  echo "trtcb needs Python 3.10 or newer; name one with: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "this Python cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "installing into $(VENV): minutes the first time"
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 

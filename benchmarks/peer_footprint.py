@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 from peer_http import load, mixed_workload, trtcb_serve
 from peer_lines import CONFIGURATIONS
 from peer_server import free_port, server
@@ -44,6 +43,8 @@ def measure_plan(path: Path, arguments: argparse.Namespace, logs: Path) -> dict[
             if number == _STARTS:
                 count = 8 if arguments.small else 64
                 load(running.url, mixed_workload(count, arguments.seed, math.inf, prompt_seed=0, max_concurrency=16))
+                import psutil  # of the development dependencies; a comparison does without
+
                 resident = psutil.Process(running.pid).memory_info().rss
     beyond_mb = (resident - weight_and_pool_bytes(path, _NUM_BLOCKS)) / 1e6
     return {

@@ -9,6 +9,9 @@ from peer_lines import Configuration, Line
 
 from trtcb.bench.table import shown_number, text_table
 
+MIN_ROUNDS = 3
+"""A median of fewer is no verdict: a shared machine is twice as slow for a minute."""
+
 
 @dataclass(slots=True)
 class Measured:
@@ -44,8 +47,11 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """Say whether the target is met."""
-        return "not judged" if self.ratio is None else "met" if self.ratio >= self.line.target else "missed"
+        """Say whether the target is met, after enough rounds and beside a peer."""
+        num_rounds = min((len(m.rates) for m in self.measured if m.median is not None), default=0)
+        if self.ratio is None or num_rounds < MIN_ROUNDS:
+            return "not judged"
+        return "met" if self.ratio >= self.line.target else "missed"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -82,8 +88,8 @@ def table(outcomes: Sequence[Outcome], accuracy: Mapping[str, str]) -> str:
             is_judged = number == 0 if ours is None else m.configuration.is_ours and m.median == ours
             judged = [f">= {outcome.line.target:g}", outcome.verdict] if is_judged else ["", ""]
             if m.median is None:
-                rows.append([name, title, "failed", "", "", *judged, shown_accuracy])
-                failures.append(f"failed: {outcome.line.name}, {title}: {m.error}")
+                rows.append([name, title, "failed" if m.error else "not measured", "", "", *judged, shown_accuracy])
+                failures += [f"failed: {outcome.line.name}, {title}: {m.error}"] if m.error else []
             else:
                 span = f"{shown_number(min(m.rates))}..{shown_number(max(m.rates))}"
                 ratio = "" if peers is None else f"{m.median / peers:.2f}"

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,10 +28,12 @@ from peer_lines import CONFIGURATIONS, GROUPS, Line, Places, Sizes, lines
 from peer_link import Worker, WorkerError
 from peer_table import Measured, Outcome, accuracy_of, table
 
+from trtcb.bench.table import shown_number
 from trtcb.cli.bench_options import check_writable
 from trtcb.errors import UsageError
 from trtcb.memory import total_memory
 
+_PEERS = [configuration.name for configuration in CONFIGURATIONS if not configuration.is_ours]
 _TIMEOUT_S = 900.0  # of loading, and of one measurement, the first of which computes 64 contexts
 
 
@@ -50,7 +52,8 @@ def compare(
 ) -> list[Outcome]:
     """Measure every line with the workers of its configurations, by name; no round but the first begins out of time.
 
-    A configuration that fails on a line is not asked for that line again, and never again if its worker died.
+    A configuration that fails on a line is not asked for that line again, and never again if its worker died. Ctrl-C
+    ends it with what was measured so far.
     """
     known = {configuration.name: configuration for configuration in CONFIGURATIONS}
     outcomes = [
@@ -58,20 +61,26 @@ def compare(
         for line in chosen
     ]
     dead: dict[str, str] = {}
-    for number in range(num_rounds):
-        if number and not has_time():
-            break
-        for outcome in outcomes:
-            message = outcome.line.message(number)
-            turn = number % max(1, len(outcome.measured))  # nobody always comes first
-            for measured in (*outcome.measured[turn:], *outcome.measured[:turn]):
-                name = measured.configuration.name
-                if name in dead:
-                    measured.error = measured.error or dead[name]
-                if measured.error is None:
-                    _ask(workers[name], message, measured, dead)
-                    _say(f"round {number + 1}, {outcome.line.name}, {name}: {measured.error or measured.rates[-1]}")
+    with suppress(KeyboardInterrupt):
+        for number in range(num_rounds):
+            if number and not has_time():
+                break
+            for outcome in outcomes:
+                _one_round(workers, outcome, number, dead)
     return outcomes
+
+
+def _one_round(workers: Mapping[str, Asked], outcome: Outcome, number: int, dead: dict[str, str]) -> None:
+    message = outcome.line.message(number)
+    turn = number % max(1, len(outcome.measured))  # nobody always comes first
+    for measured in (*outcome.measured[turn:], *outcome.measured[:turn]):
+        name = measured.configuration.name
+        if name in dead:
+            measured.error = measured.error or dead[name]
+        if measured.error is None:
+            _ask(workers[name], message, measured, dead)
+            result = measured.error or f"{shown_number(measured.rates[-1])} tokens/s"
+            _say(f"round {number + 1}, {outcome.line.name}, {name}: {result}")
 
 
 def _ask(worker: Asked, message: dict[str, Any], measured: Measured, dead: dict[str, str]) -> None:
@@ -109,6 +118,8 @@ def run_comparison(arguments: argparse.Namespace) -> dict[str, Any]:
             if reason is not None:
                 skipped[name] = reason
             _say(f"{name}: {reason or 'ready'}")
+        if not arguments.systems and not any(name in workers for name in _PEERS):
+            raise SystemExit(f"There is no peer to compare with under {arguments.peers}: see benchmarks/README.md.")
         end_s = time.monotonic() + 60 * arguments.minutes
         outcomes = compare(workers, chosen, arguments.rounds, lambda: time.monotonic() < end_s)
     print(table(outcomes, accuracy))
@@ -181,6 +192,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are ended, too
     began_s = time.monotonic()
     report: dict[str, Any] = {"machine": machine_facts(), "threads": arguments.threads}
+    if report["machine"]["load_before"] > 1:
+        _say("warning: other processes are running, and some systems suffer from that more than others")
     if arguments.http:
         report["http"] = measure_http(arguments)
     if arguments.process:

@@ -245,6 +245,7 @@ def test_a_build_of_the_real_model_prints_the_short_form(smollm2_gguf: Path, tmp
     result = trtcb("build", "--model", smollm2_gguf, *types, "--eval", "-o", tmp_path / "x.plan")
     assert result.returncode == 0, result.stderr
     assert "against fp32 top-1 9" in result.stdout
+    assert "over 512 tokens" in result.stdout
     assert "warning" not in result.stderr  # the blocks of the file are taken over
 
 

@@ -61,12 +61,12 @@ def fake(tmp_path: Path) -> Iterator[Worker]:
 class Scripted:
     """A worker with its answers given; an exception is raised."""
 
-    def __init__(self, *answers: float | WorkerError) -> None:
+    def __init__(self, *answers: float | BaseException) -> None:
         self.answers = list(answers)
 
     def ask(self, message: dict) -> float:
         answer = self.answers.pop(0)
-        if isinstance(answer, WorkerError):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -211,8 +211,16 @@ def test_a_line_without_ours_shows_its_target() -> None:
 
 
 def test_a_target_that_is_just_missed() -> None:
-    (outcome,) = peers.compare({"trtcb int8": Scripted(19.9), "openvino int8": Scripted(10.0)}, [LINE], 1)
-    assert outcome.verdict == "missed"
+    workers = {"trtcb int8": Scripted(*[19.9] * 5), "openvino int8": Scripted(*[10.0] * 5)}
+    assert peers.compare(workers, [LINE], 3)[0].verdict == "missed"
+    assert peers.compare(workers, [LINE], 2)[0].verdict == "not judged"  # too few rounds
+
+
+def test_ctrl_c_leaves_what_was_measured() -> None:
+    workers = {"trtcb int8": Scripted(20.0, 20.0), "openvino int8": Scripted(5.0, KeyboardInterrupt())}
+    first, second = peers.compare(workers, [LINE, LINE], 2)
+    assert (first.ratio, second.ratio) == (4.0, None)
+    assert "not measured" in table([second], {})
 
 
 def test_the_best_peer_is_the_one_to_beat_and_ours_is_the_best_of_ours() -> None:

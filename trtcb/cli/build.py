@@ -38,7 +38,7 @@ def build(
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            "--kv-dtype", "--kv-cache-dtype", help="auto, fp32, bf16, fp16, int8 or fp8. [auto: the weights']"
+            "--kv-dtype", "--kv-cache-dtype", help="auto, fp32, bf16, fp16, int8 or fp8. [auto: the weights', or bf16]"
         ),
     ] = None,
     max_batch_size: Annotated[

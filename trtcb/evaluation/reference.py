@@ -36,7 +36,7 @@ def open_reference(
     Raises :class:`ModelNotFoundError` if the source is not here, :class:`OutOfMemoryError` before building what would
     not fit, and ``UsageError`` if the source has changed or the reference is of another model.
     """
-    if isinstance(against, str) and is_plan(Path(against)):
+    if isinstance(against, str) and (is_plan(Path(against)) or against.endswith(".plan")):  # which says what is missing
         return _checked(plan, Plan.open(against))
     if against is None:
         against = _source(plan)

@@ -22,7 +22,7 @@ def short_form(drift: Drift | None) -> str:
         return "nothing to compare with"
     return (
         f"top-1 {drift.top1:.1%}, KL {drift.mean_kl:.5f}, "
-        f"perplexity {drift.plan.perplexity:.3f} ({drift.perplexity_ratio - 1:+.2%})"
+        f"perplexity {drift.plan.perplexity:.3f} ({drift.perplexity_ratio - 1:+.2%}), over {drift.num_tokens:,} tokens"
     )
 
 
