@@ -219,7 +219,9 @@ def test_doctor(run: Run) -> None:
     assert f"trtcb {__version__}" in out
 
 
-@pytest.mark.parametrize(("of_bf16", "exception"), [("portable", r" \(portable for bf16 weights\)"), ("whole_step", "")])
+@pytest.mark.parametrize(
+    ("of_bf16", "exception"), [("portable", r" \(portable for bf16 weights\)"), ("whole_step", "")]
+)
 def test_doctor_names_the_engine_that_auto_takes(
     run: Run, monkeypatch: pytest.MonkeyPatch, of_bf16: str, exception: str
 ) -> None:
