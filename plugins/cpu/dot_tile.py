@@ -8,10 +8,9 @@ of a tile nor the instructions change a bit.
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import llvmlite.ir as ir
-from numba import types
 
 from trtcb.plugins.cpu.isa import has_feature
 from trtcb.plugins.cpu.streams import ONE_STREAM, Streams
@@ -26,7 +25,8 @@ from trtcb.plugins.cpu.vector_ir import (
     Builder,
     Value,
     constant,
-    define,
+    define_outlined,
+    emit_intrinsic,
     emit_pointer,
     emit_prefetch,
     emit_splat,
@@ -59,23 +59,11 @@ class DotSpec:
 
 def define_dot_tile(spec: DotSpec) -> Callable[[int, int, int, int, int], None]:
     """Make ``tile(a, b, c, depth, prefetch)`` with the parameters of :func:`~trtcb.plugins.cpu.tile.define_tile`."""
-
-    def tile(builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
-        function = builder.module.globals.get(spec.symbol)
-        if function is None:
-            function = _build(builder.module, spec)
-        builder.call(function, [a, b, c, prefetch])
-
-    return define(types.none, *[types.int64] * 5)(tile)
+    return define_outlined(spec.symbol, 5, partial(_emit_tile, spec))
 
 
-def _build(module: Any, spec: DotSpec) -> Any:
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 4), spec.symbol)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    function.attributes.add("nounwind")
-    a, b, c, prefetch = function.args
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
+def _emit_tile(spec: DotSpec, builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
+    function = builder.function
     entry, loop, done = builder.block, function.append_basic_block("loop"), function.append_basic_block("done")
     emit_dots = _emit_pair_dots if platform.machine() in ("x86_64", "AMD64") and has_feature("avx2") else _emit_dots
     places = spec.streams.places(builder, b, c, prefetch)
@@ -122,7 +110,6 @@ def _build(module: Any, spec: DotSpec) -> Any:
     builder.position_at_end(done)
     _emit_results(builder, spec, a, places, values)
     builder.ret_void()
-    return function
 
 
 def _emit_dots(builder: Builder, weights: list[Value], codes: Value) -> list[Value]:
@@ -159,21 +146,14 @@ def _emit_pair_dots(builder: Builder, weights: list[Value], codes: Value) -> lis
 def _pmadd(builder: Builder, x: Value, y: Value) -> Value:
     """Sums of products of neighbours, of 32 lanes of 16 bits: at once with AVX-512, else in halves."""
     if has_feature("avx512bw"):  # with VNNI, LLVM takes the addition that follows into the same instruction
-        return _call(builder, "llvm.x86.avx512.pmaddw.d.512", INTEGERS, [x, y])
+        return emit_intrinsic(builder, "llvm.x86.avx512.pmaddw.d.512", INTEGERS, [x, y])
     undefined = ir.Constant(x.type, ir.Undefined)
     halves = []
     for start in (0, LANES):
         index = ir.Constant(ir.VectorType(I32, LANES), list(range(start, start + LANES)))
         parts = [builder.shuffle_vector(one, undefined, index) for one in (x, y)]
-        halves.append(_call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, LANES // 2), parts))
+        halves.append(emit_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, LANES // 2), parts))
     return builder.shuffle_vector(*halves, ir.Constant(INTEGERS, list(range(LANES))))
-
-
-def _call(builder: Builder, name: str, result: Any, arguments: list[Value]) -> Value:
-    callee = builder.module.globals.get(name)
-    if callee is None:
-        callee = ir.Function(builder.module, ir.FunctionType(result, [a.type for a in arguments]), name)
-    return builder.call(callee, arguments)
 
 
 def _emit_results(

@@ -11,10 +11,10 @@ bit.
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import llvmlite.ir as ir
-from numba import types
 
 from trtcb.plugins.cpu.grouped import CODE_BYTES, GROUP, WEIGHT_BYTES
 from trtcb.plugins.cpu.isa import has_feature
@@ -30,7 +30,7 @@ from trtcb.plugins.cpu.vector_ir import (
     Builder,
     Value,
     constant,
-    define,
+    define_outlined,
     emit_call,
     emit_pointer,
     emit_prefetch,
@@ -80,23 +80,11 @@ class GroupSpec:
 
 def define_group_tile(spec: GroupSpec) -> Callable[[int, int, int, int, int], None]:
     """Make ``tile(a, b, c, depth, prefetch)`` with the parameters of :func:`~trtcb.plugins.cpu.tile.define_tile`."""
-
-    def tile(builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
-        function = builder.module.globals.get(spec.symbol)
-        if function is None:
-            function = _build(builder.module, spec)
-        builder.call(function, [a, b, c, prefetch])
-
-    return define(types.none, *[types.int64] * 5)(tile)
+    return define_outlined(spec.symbol, 5, partial(_emit_tile, spec))
 
 
-def _build(module: Any, spec: GroupSpec) -> Any:
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 4), spec.symbol)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    function.attributes.add("nounwind")
-    a, b, c, prefetch = function.args
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
+def _emit_tile(spec: GroupSpec, builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
+    function = builder.function
     entry, loop, end_of_group, done = builder.block, *map(function.append_basic_block, ("loop", "end_of_group", "done"))
     is_avx2 = platform.machine() in ("x86_64", "AMD64") and has_feature("avx2")
     dots = _PairDots() if is_avx2 else _Dots()
@@ -151,7 +139,6 @@ def _build(module: Any, spec: GroupSpec) -> Any:
             phi.add_incoming(value, block)
     builder.position_at_end(done)
     builder.ret_void()
-    return function
 
 
 def _emit_products(

@@ -8,10 +8,9 @@ multiply-adds in order of depth whatever the tile's shape, so shapes can be chos
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import llvmlite.ir as ir
-from numba import types
 
 from trtcb.plugins.cpu.streams import ONE_STREAM, Streams
 from trtcb.plugins.cpu.vector_ir import (
@@ -24,7 +23,7 @@ from trtcb.plugins.cpu.vector_ir import (
     Builder,
     Value,
     constant,
-    define,
+    define_outlined,
     emit_call,
     emit_pointer,
     emit_prefetch,
@@ -66,23 +65,11 @@ def define_tile(spec: TileSpec) -> Callable[[int, int, int, int, int], None]:
 
     See :class:`~trtcb.plugins.cpu.streams.Streams` for what the last argument is with several streams.
     """
-
-    def tile(builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
-        function = builder.module.globals.get(spec.symbol)
-        if function is None:
-            function = _build(builder.module, spec)
-        builder.call(function, [a, b, c, depth, prefetch])
-
-    return define(types.none, *[types.int64] * 5)(tile)
+    return define_outlined(spec.symbol, 5, partial(_emit_tile, spec))
 
 
-def _build(module: Any, spec: TileSpec) -> Any:
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 5), spec.symbol)
-    function.linkage = "internal"
-    function.attributes.add("noinline")  # one copy, and its own register allocation
-    function.attributes.add("nounwind")
-    a, b, c, depth, prefetch = function.args
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
+def _emit_tile(spec: TileSpec, builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
+    function = builder.function
     entry, loop, done = builder.block, function.append_basic_block("loop"), function.append_basic_block("done")
     places = spec.streams.places(builder, b, c, prefetch)
     panels = [panel for panel, _ in places]
@@ -116,7 +103,6 @@ def _build(module: Any, spec: TileSpec) -> Any:
     for pointer, value in zip(pointers, values, strict=True):
         builder.store(value, pointer, align=4)
     builder.ret_void()
-    return function
 
 
 def _emit_step(

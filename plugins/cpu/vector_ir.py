@@ -4,7 +4,7 @@
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import llvmlite.ir as ir
@@ -80,6 +80,37 @@ def emit_call(builder: Builder, name: str, *arguments: Value) -> Value:
     if callee is None:
         callee = ir.Function(builder.module, ir.FunctionType(kind, [a.type for a in arguments]), full_name)
     return builder.call(callee, arguments)
+
+
+def emit_intrinsic(builder: Builder, name: str, result: Any, arguments: Sequence[Value]) -> Value:
+    """Call an LLVM intrinsic by its full name."""
+    callee = builder.module.globals.get(name)
+    if callee is None:
+        callee = ir.Function(builder.module, ir.FunctionType(result, [a.type for a in arguments]), name)
+    return builder.call(callee, arguments)
+
+
+def define_outlined(symbol: str, num_parameters: int, emit: Callable[..., None]) -> Callable[..., None]:
+    """Make a function of int64 parameters for jitted code that exists once in a module, under its own name.
+
+    ``emit(builder, *parameters)`` appends its body and returns from it. It has a register allocation of its own.
+    """
+
+    def call(builder: Builder, *values: Value) -> None:
+        function = builder.module.globals.get(symbol)
+        if function is None:
+            kind = ir.FunctionType(ir.VoidType(), [I64] * num_parameters)
+            function = ir.Function(builder.module, kind, symbol)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            function.attributes.add("nounwind")
+            emit(ir.IRBuilder(function.append_basic_block("entry")), *function.args)
+        builder.call(function, values)
+
+    names = ("builder", *(f"value{i}" for i in range(num_parameters)))
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    call.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return define(types.none, *[types.int64] * num_parameters)(call)
 
 
 def emit_pointer(builder: Builder, address: Value, index: Value, element: Any, pointee: Any = None) -> Value:
