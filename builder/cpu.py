@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -63,31 +63,29 @@ class CpuCompiler:
 
     def prepare(self, checkpoint: Checkpoint, options: CompileOptions, on_progress: Callable[[str], None]) -> None:
         """Compile the kernels of this shape into the user's cache."""
-        from trtcb.plugins.cpu.isa import default_engine
         from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
-        from trtcb.plugins.cpu.linear import compile_linear, compile_pack
+        from trtcb.plugins.cpu.linear import compile_linear, compile_pack, takes_bf16_rows
         from trtcb.plugins.cpu.logits import LogitEditor
         from trtcb.plugins.cpu.quantizer import compile_quantizer
         from trtcb.plugins.cpu.sampling import Sampler
         from trtcb.plugins.cpu.step import compile_step
 
         spec, weights = checkpoint.spec, options.weight_dtype
-        own_products = default_engine(weights.value) == "whole_step"
-        activation = "fp32" if own_products else weights.activation_dtype
-        config = KernelConfig.of(spec, options.kv_dtype, activation, options.limits.block_size)
+        depths = {spec.hidden_size, *(depth for _, depth in spec.layer_shapes)}
+        rows: Literal["bf16"] | None = "bf16" if weights is WeightDtype.BF16 and takes_bf16_rows(depths) else None
+        activation, block_size = rows or "fp32", options.limits.block_size
+        config = KernelConfig.of(spec, options.kv_dtype, activation, block_size, fp32_results=True)
         load_kernels(config, on_progress=on_progress)
         compile_pack(on_progress)
         rounded, head = weights.quantized_rows, weights.head_dtype
-        compile_linear(spec.vocab_size, spec.hidden_size, head.value, on_progress=on_progress)
+        compile_linear(spec.vocab_size, spec.hidden_size, head.value, rows=rows, on_progress=on_progress)
         if head.quantized_rows is not None:
             compile_quantizer(spec.hidden_size, head.quantized_rows, on_progress=on_progress)
-        if own_products or rounded is not None:
-            for width, depth in spec.layer_shapes:
-                compile_linear(width, depth, weights.value, on_progress=on_progress)
-                if rounded is not None:
-                    compile_quantizer(depth, rounded, on_progress=on_progress)
-        if own_products:
-            compile_step(on_progress)
+        for width, depth in spec.layer_shapes:
+            compile_linear(width, depth, weights.value, rows=rows, on_progress=on_progress)
+            if rounded is not None:
+                compile_quantizer(depth, rounded, on_progress=on_progress)
+        compile_step(on_progress)
         Sampler(spec.vocab_size, on_progress=on_progress)
         LogitEditor(spec.vocab_size, on_progress=on_progress)
 

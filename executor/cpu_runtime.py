@@ -100,11 +100,7 @@ class CpuRuntime:
 
 def _open_engine(name: str, plan: Plan, *, num_threads: int | None, **sizes: Any) -> CpuEngine:
     threads.configure(num_threads)  # before numba or torch is imported
-    from trtcb.plugins.cpu.isa import default_engine
-
-    if name == "auto":
-        name = default_engine(plan.header.weight_dtype)
-    if name == "whole_step":
+    if name in ("auto", "whole_step"):
         from trtcb.executor.step_engine import StepEngine
 
         return StepEngine(plan, **sizes)

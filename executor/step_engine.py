@@ -1,21 +1,25 @@
 """The whole-step CPU engine: all layers of a step in one call, on kernels of our own."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from ml_dtypes import bfloat16
 
 from trtcb.executor.program_check import checked_program
 from trtcb.executor.runtime import Batch, Float32, StepOutput
 from trtcb.executor.step_ops import StepOps
 from trtcb.executor.token_drawer import TokenDrawer
 from trtcb.plan import Plan
+from trtcb.plugins.cpu.arena import Arena
 from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
+from trtcb.plugins.cpu.linear import takes_bf16_rows
 from trtcb.plugins.cpu.pools import PoolArrays, allocate_pools, copy_blocks, pool_addresses
 from trtcb.plugins.cpu.rows import QUANTIZED, row_bytes
 from trtcb.plugins.cpu.step import CallTimes, StepFunction, StepWord
-from trtcb.program import Value
+from trtcb.program import Program, Value
 
 SERIAL_MULTIPLICATIONS = 4_000_000
 """Size of a step below which one thread does it all: to wake others costs some microseconds."""
@@ -34,11 +38,17 @@ class StepEngine:
     def __init__(self, plan: Plan, *, num_blocks: int, max_num_tokens: int, max_num_logits: int) -> None:
         header = plan.header
         program = checked_program(plan)
-        config = KernelConfig.of(header.model, header.kv_dtype, "fp32", header.limits.block_size)
+        rows = _bf16_rows(program, header.weight_dtype)
+        activation = "bf16" if rows else "fp32"
+        block_size = header.limits.block_size
+        config = KernelConfig.of(header.model, header.kv_dtype, activation, block_size, fp32_results=True)
         self._kernels = load_kernels(config)
         self._pools: list[PoolArrays] = [allocate_pools(config, num_blocks) for _ in range(header.model.num_layers)]
-        rows = {"tokens": max_num_tokens, "logits": max_num_logits}
-        self._values = {value.name: _allocate(value, rows[value.rows]) for value in program.values}
+        counts, memory = {"tokens": max_num_tokens, "logits": max_num_logits}, Arena()
+        self._values = {
+            value.name: _allocate(value, counts[value.rows], memory, is_bf16=value.name in rows)
+            for value in program.values
+        }
         pools = [pool_addresses(arrays) for arrays in self._pools]
         self._ops = StepOps(plan, program, self._kernels, pools, self._values)
         self._calls = self._ops.bind()
@@ -98,7 +108,17 @@ class StepEngine:
         self._values.clear()
 
 
-def _allocate(value: Value, num_rows: int) -> npt.NDArray[Any]:
+def _bf16_rows(program: Program, weights: str) -> frozenset[str]:
+    """Values that are bf16: what products of bf16 weights take, if they take bf16."""
+    products = [call for call in program.calls if call.op == "linear"]
+    depths = [program.value(call.inputs[0]).width for call in products]
+    is_bf16 = weights == "bf16" and takes_bf16_rows(depths)
+    return frozenset(call.inputs[0] for call in products) if is_bf16 else frozenset()
+
+
+def _allocate(value: Value, num_rows: int, memory: Arena, *, is_bf16: bool) -> npt.NDArray[Any]:
     if value.dtype in QUANTIZED:
-        return np.zeros((num_rows, row_bytes(value.dtype, value.width)), np.uint8)
-    return np.zeros((num_rows, value.width), np.float32)
+        shape = (num_rows, row_bytes(value.dtype, value.width))
+        return memory.take(math.prod(shape)).reshape(shape)
+    dtype: np.dtype[Any] = np.dtype(bfloat16 if is_bf16 else np.float32)
+    return memory.take(num_rows * value.width * dtype.itemsize).view(dtype).reshape(num_rows, value.width)

@@ -1,9 +1,10 @@
 """Binds a program to kernels that run in one region: each call becomes a row of the step's table."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
+from ml_dtypes import bfloat16
 
 from trtcb.errors import PlanError
 from trtcb.plan import Plan
@@ -23,7 +24,8 @@ _PARTS_PER_THREAD = 4  # at most: a thread that is late leaves the rest of its s
 class StepOps:
     """Weights, as the kernels want them, and the calls that use them. Must outlive the calls.
 
-    Between kernels everything is fp32 or quantised rows, ``values`` by name: the program's bf16 ones are fp32 here.
+    Between kernels everything is fp32 or quantised rows, ``values`` by name: the program's bf16 ones are fp32 here, but
+    for those that products take as bf16.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class StepOps:
         return self._by_rows("add_rms_norm", out.rows, residual, delta, False, gain, eps, self._at(out.name))
 
     def _linear(self, call: Call, out: Value) -> KernelCall:
-        linear = PackedLinear(*map(self._plan.tensor, call.weights), memory=self._memory)
+        rows = self._values[call.inputs[0]]
+        kind: Literal["bf16"] | None = "bf16" if rows.dtype == bfloat16 else None
+        linear = PackedLinear(*map(self._plan.tensor, call.weights), rows=kind, memory=self._memory)
         self._kept.append(linear)
         for name in call.weights:
             if name not in self._mapped:  # an embedding looks its rows up in the plan

@@ -1,21 +1,23 @@
 """The inner loop of int8 products as LLVM IR: exact sums of 8-bit products, scaled once at the end.
 
-Rows of A are what ``quantized.py`` describes, B is a panel of columns, ``[depth / 4, columns, 4]`` bytes and then the
-columns' fp32 scales. ``C = float(sum) * column scale * row scale``, in this order. Sums are exact, so neither the shape
-of a tile nor the instructions change a bit.
+Rows of A and the panel B are what ``quantized.py`` describes. ``C = float(sum) * column scale * row scale``, in this
+order. Sums are exact, so neither the shape of a tile nor the instructions change a bit.
 """
 
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import llvmlite.ir as ir
 
-from trtcb.plugins.cpu.isa import has_feature
+from trtcb.plugins.cpu.isa import has_feature, multiplies_bytes
+from trtcb.plugins.cpu.quantized import panel_weights
 from trtcb.plugins.cpu.streams import ONE_STREAM, Streams
 from trtcb.plugins.cpu.vector_ir import (
     F32,
+    I8,
     I16,
     I32,
     I64,
@@ -44,7 +46,6 @@ class DotSpec:
     vectors: int
     depth: int
     a_stride: int
-    scale_offset: int
     c_stride: int
     prefetch_bytes: int = 0
     streams: Streams = ONE_STREAM
@@ -53,7 +54,7 @@ class DotSpec:
     def symbol(self) -> str:
         """Name of the function in a module."""
         shape = f"{self.rows}x{self.streams.count}x{self.vectors}"
-        strides = f"{self.a_stride}_{self.scale_offset}_{self.c_stride}"
+        strides = f"{self.a_stride}_{self.c_stride}"
         return f"dot_{shape}_{self.depth}_{strides}_{self.prefetch_bytes}"
 
 
@@ -62,21 +63,77 @@ def define_dot_tile(spec: DotSpec) -> Callable[[int, int, int, int, int], None]:
     return define_outlined(spec.symbol, 5, partial(_emit_tile, spec))
 
 
+class _Pairs:
+    """Sums for rows that are pairs: one a column."""
+
+    num_sums = 1
+
+    def __init__(self, emit_dots: Callable[[Builder, list[Value], Value], list[Value]]) -> None:
+        self._emit_dots = emit_dots
+
+    def add(
+        self, builder: Builder, spec: DotSpec, row: Value, step: Value, weights: list[Value], sums: list[Value]
+    ) -> list[Value]:
+        """Add a step's products with one row to its columns' sums."""
+        codes = builder.add(row, builder.mul(step, ir.Constant(I64, 8)))
+        dots = self._emit_dots(builder, weights, codes)
+        return [builder.add(total, dot) for total, dot in zip(sums, dots, strict=True)]
+
+    def total(self, builder: Builder, sums: list[Value], correction: Value) -> Value:
+        """Sum of a column."""
+        return sums[0]
+
+
+class _Planes:
+    """Sums for rows that are planes: of a column's products with the high bytes, then with the low ones."""
+
+    num_sums = 2
+
+    def __init__(self, emit_dot: Callable[[Builder, Value, Value, Value], Value]) -> None:
+        self._emit_dot = emit_dot
+
+    def add(
+        self, builder: Builder, spec: DotSpec, row: Value, step: Value, weights: list[Value], sums: list[Value]
+    ) -> list[Value]:
+        """Add a step's products with one row to its columns' sums."""
+        place = builder.mul(step, ir.Constant(I64, 4))
+        planes = []
+        for plane in (0, spec.depth):
+            codes = emit_pointer(builder, builder.add(row, ir.Constant(I64, plane)), place, I8, I32)
+            planes.append(emit_splat(builder, builder.load(codes, align=1)))
+        return [
+            self._emit_dot(builder, sums[2 * column + which], planes[which], weight)
+            for column, weight in enumerate(weights)
+            for which in (0, 1)
+        ]
+
+    def total(self, builder: Builder, sums: list[Value], correction: Value) -> Value:
+        """Sum of a column."""
+        high, low = sums
+        return builder.sub(builder.add(builder.shl(high, constant(I32, 8)), low), correction)
+
+
+def _form() -> _Pairs | _Planes:
+    """What suits the processor; rows are stored accordingly, see ``isa.multiplies_bytes``."""
+    if multiplies_bytes():
+        return _Planes(_emit_byte_dot)
+    is_avx2 = platform.machine() in ("x86_64", "AMD64") and has_feature("avx2")
+    return _Pairs(_emit_pair_dots if is_avx2 else _emit_dots)
+
+
 def _emit_tile(spec: DotSpec, builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:
-    function = builder.function
+    function, form = builder.function, _form()
     entry, loop, done = builder.block, function.append_basic_block("loop"), function.append_basic_block("done")
-    emit_dots = _emit_pair_dots if platform.machine() in ("x86_64", "AMD64") and has_feature("avx2") else _emit_dots
     places = spec.streams.places(builder, b, c, prefetch)
-    num_columns = len(places) * spec.vectors
+    num_sums = len(places) * spec.vectors * form.num_sums  # of a row
     builder.branch(loop)
 
     builder.position_at_end(loop)
     step = builder.phi(I64)
     step.add_incoming(ir.Constant(I64, 0), entry)
-    sums = [builder.phi(INTEGERS) for _ in range(spec.rows * num_columns)]
+    sums = [builder.phi(INTEGERS) for _ in range(spec.rows * num_sums)]
     for phi in sums:
         phi.add_incoming(constant(I32, 0), entry)
-    values: list[Value] = list(sums)
     weights = [
         builder.load(
             emit_pointer(
@@ -91,13 +148,10 @@ def _emit_tile(spec: DotSpec, builder: Builder, a: Value, b: Value, c: Value, de
         for panel, _ in places
         for v in range(spec.vectors)
     ]
+    values: list[Value] = []
     for row in range(spec.rows):
-        codes = builder.add(
-            builder.add(a, ir.Constant(I64, row * spec.a_stride)), builder.mul(step, ir.Constant(I64, 8))
-        )
-        emitted = emit_dots(builder, weights, codes)
-        for v in range(num_columns):
-            values[row * num_columns + v] = builder.add(values[row * num_columns + v], emitted[v])
+        codes = builder.add(a, ir.Constant(I64, row * spec.a_stride))
+        values += form.add(builder, spec, codes, step, weights, sums[row * num_sums : (row + 1) * num_sums])
     if spec.prefetch_bytes:
         emit_prefetch(builder, prefetch, step, spec.prefetch_bytes)
     spec.streams.fetch_ahead(builder, [panel for panel, _ in places], step, 4 * spec.vectors * LANES)
@@ -108,7 +162,7 @@ def _emit_tile(spec: DotSpec, builder: Builder, a: Value, b: Value, c: Value, de
     builder.cbranch(builder.icmp_signed("<", following, ir.Constant(I64, spec.depth // 4)), loop, done)
 
     builder.position_at_end(done)
-    _emit_results(builder, spec, a, places, values)
+    _emit_results(builder, spec, form, a, places, values)
     builder.ret_void()
 
 
@@ -143,6 +197,11 @@ def _emit_pair_dots(builder: Builder, weights: list[Value], codes: Value) -> lis
     return products
 
 
+def _emit_byte_dot(builder: Builder, total: Value, codes: Value, weight: Value) -> Value:
+    """Add, in every lane, four products of bytes: of a row's without a sign and a weight's with one."""
+    return emit_intrinsic(builder, "llvm.x86.avx512.vpdpbusd.512", INTEGERS, [total, codes, weight])
+
+
 def _pmadd(builder: Builder, x: Value, y: Value) -> Value:
     """Sums of products of neighbours, of 32 lanes of 16 bits: at once with AVX-512, else in halves."""
     if has_feature("avx512bw"):  # with VNNI, LLVM takes the addition that follows into the same instruction
@@ -157,18 +216,25 @@ def _pmadd(builder: Builder, x: Value, y: Value) -> Value:
 
 
 def _emit_results(
-    builder: Builder, spec: DotSpec, a: Value, places: list[tuple[Value, Value]], sums: list[Value]
+    builder: Builder,
+    spec: DotSpec,
+    form: _Pairs | _Planes,
+    a: Value,
+    places: list[tuple[Value, Value]],
+    sums: list[Value],
 ) -> None:
     remaining = iter(sums)
     for row in range(spec.rows):
-        place = builder.add(a, ir.Constant(I64, row * spec.a_stride + spec.scale_offset))
+        place = builder.add(a, ir.Constant(I64, row * spec.a_stride + 2 * spec.depth))
         row_scale = emit_splat(builder, builder.load(emit_pointer(builder, place, ir.Constant(I64, 0), F32), align=4))
         for panel, c in places:
-            scales = builder.add(panel, ir.Constant(I64, spec.depth * spec.vectors * LANES))
+            scales = builder.add(panel, ir.Constant(I64, panel_weights(spec.depth, spec.vectors * LANES)))
             for v in range(spec.vectors):
                 lane = ir.Constant(I64, v * LANES)
                 column_scale = builder.load(emit_pointer(builder, scales, lane, F32, VECTOR), align=4)
-                total = builder.sitofp(next(remaining), VECTOR)
-                result = builder.fmul(builder.fmul(total, column_scale), row_scale)
+                behind = ir.Constant(I64, (spec.vectors + v) * LANES)
+                correction = builder.load(emit_pointer(builder, scales, behind, I32, INTEGERS), align=4)
+                total = form.total(builder, list(islice(remaining, form.num_sums)), correction)
+                result = builder.fmul(builder.fmul(builder.sitofp(total, VECTOR), column_scale), row_scale)
                 out = emit_pointer(builder, c, ir.Constant(I64, row * spec.c_stride + v * LANES), F32, VECTOR)
                 builder.store(result, out, align=4)

@@ -3,7 +3,6 @@
 import hashlib
 import platform
 from functools import cache
-from typing import Literal
 
 from numba.core.registry import cpu_target
 
@@ -32,16 +31,16 @@ def has_feature(name: str) -> bool:
     return f"+{name}" in _target()[2].split(",")
 
 
+def multiplies_bytes() -> bool:
+    """Whether products of int8 weights take rows of codes as planes of bytes (``quantized.py``). Speed only."""
+    return has_feature("avx512vnni")
+
+
 def accumulators() -> int:
     """How many 16-lane fp32 accumulators fit in registers beside the operands of a tile. Speed only, never bits."""
     if has_feature("avx512f"):
         return 24  # of 32 registers
     return 6  # of 8: AVX2 has 16 registers of half a vector, NEON 32 of a quarter
-
-
-def default_engine(weights: str) -> Literal["portable", "whole_step"]:
-    """The faster CPU engine here for weights of a type: oneDNN has AMX's matrix unit multiply bf16, we do not."""
-    return "portable" if weights == "bf16" and has_feature("amx-bf16") else "whole_step"
 
 
 def panel_columns(weights: str) -> int:
@@ -56,6 +55,8 @@ def panel_columns(weights: str) -> int:
 def product_tile(weights: str) -> tuple[int, int]:
     """Rows and 16-lane vectors of the largest tile of a product: what registers hold. Speed only, never bits."""
     if weights == "int8":
+        if multiplies_bytes():
+            return (6, 2)  # two accumulators each
         return (8, 2) if has_feature("avx512f") else (4, 1)
     if weights == "int4":
         return (4, 1)

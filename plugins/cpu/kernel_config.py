@@ -8,7 +8,10 @@ from trtcb.spec import KVDtype, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """Model shape, KV format and activation type (``"fp32"`` or ``"bf16"``); raises ``UsageError`` if unsupported."""
+    """Model shape, KV format and activation type (``"fp32"`` or ``"bf16"``); raises ``UsageError`` if unsupported.
+
+    An activation is what a product takes. What products give is of the same type, or fp32 with ``fp32_results``.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -18,6 +21,7 @@ class KernelConfig:
     block_size: int
     kv_dtype: KVDtype
     activation: str
+    fp32_results: bool = False
 
     def __post_init__(self) -> None:
         for name, unit, least in (
@@ -37,7 +41,9 @@ class KernelConfig:
             raise UsageError(f"The CPU target computes in fp32 or bf16 activations, not {self.activation}.")
 
     @staticmethod
-    def of(model: ModelSpec, kv_dtype: KVDtype, activation: str, block_size: int) -> "KernelConfig":
+    def of(
+        model: ModelSpec, kv_dtype: KVDtype, activation: str, block_size: int, *, fp32_results: bool = False
+    ) -> "KernelConfig":
         """Return the configuration that a model's plan needs."""
         return KernelConfig(
             num_heads=model.num_heads,
@@ -48,7 +54,13 @@ class KernelConfig:
             block_size=block_size,
             kv_dtype=kv_dtype,
             activation=activation,
+            fp32_results=fp32_results,
         )
+
+    @property
+    def results(self) -> str:
+        """Type of what products give."""
+        return "fp32" if self.fp32_results else self.activation
 
     @property
     def group_size(self) -> int:

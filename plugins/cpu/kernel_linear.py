@@ -1,19 +1,22 @@
 """Source of the products with a weight, with fp32 results. ``specialize.py`` rewrites the constants; not used directly.
 
 With bf16 or fp32 weights, rows are fp32, and every element is one chain of fused multiply-adds in order of depth,
-whatever the number of rows and of threads. Nothing is rounded to bf16: a logit of 20 would be off by up to 0.06, and
-the best two tokens are often closer. With int8 weights, rows are what ``quantized.py`` describes, and sums are exact.
-With int4 weights, rows and panels are what ``grouped.py`` describes.
+whatever the number of rows and of threads. Results are not rounded to bf16: a logit of 20 would be off by up to 0.06,
+and the best two tokens are often closer. With int8 weights, rows are what ``quantized.py`` describes, and sums are
+exact. With int4 weights, rows and panels are what ``grouped.py`` describes.
 
-Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]`` (int8: ``[panel, depth / 4,
-columns, 4]`` and the columns' scales), the last one padded with zeros. A panel stays in the cache while a block of rows
-passes over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a large tile may cover some of its columns only. The
-rows of a block, and the panels of a part, stay in the next cache. A row alone reads panels in several streams.
+Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]``, the last one padded with zeros.
+A panel stays in the cache while a block of rows passes over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a
+large tile may cover some of its columns only. The rows of a block, and the panels of a part, stay in the next cache. A
+row alone reads panels in several streams.
+
+From ``MATRIX_ROWS`` rows on (0: never) the matrix unit multiplies, which of int8 gives the same sums.
 """
 
 from trtcb.plugins.cpu import grouped, quantized
 from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
 from trtcb.plugins.cpu.group_tile import GroupSpec, define_group_tile
+from trtcb.plugins.cpu.matrix_product import MatrixSpec, define_matrix_product
 from trtcb.plugins.cpu.simd import jit, load_f32, read_f32, read_i64, stack, store_f32, write_f32
 from trtcb.plugins.cpu.streams import Streams
 from trtcb.plugins.cpu.tile import TileSpec, define_tile
@@ -26,6 +29,7 @@ WEIGHTS = "bf16"
 PANEL = 64
 ROWS = 6
 VECTORS = 4
+MATRIX_ROWS = 0
 # --- end of constants ---
 
 IS_INT8 = WEIGHTS == "int8"
@@ -34,7 +38,7 @@ WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0}[WEIGHTS]  # of one a
 if IS_INT4:
     X_BYTES, PANEL_BYTES = grouped.row_bytes(DEPTH), DEPTH // grouped.GROUP * grouped.WEIGHT_BYTES * PANEL
 elif IS_INT8:
-    X_BYTES, PANEL_BYTES = quantized.row_bytes(DEPTH), (DEPTH + 4) * PANEL
+    X_BYTES, PANEL_BYTES = quantized.row_bytes(DEPTH), quantized.panel_bytes(DEPTH, PANEL)
 else:
     X_BYTES, PANEL_BYTES = 4 * DEPTH, WEIGHT_BYTES * DEPTH * PANEL
 NUM_PANELS = -(-WIDTH // PANEL)
@@ -52,7 +56,7 @@ def define_single_row(streams: Streams):  # type: ignore[no-untyped-def]  # noqa
     if IS_INT4:
         return define_group_tile(GroupSpec(1, PANEL, DEPTH, X_BYTES, WIDTH, streams=streams))
     if IS_INT8:
-        return define_dot_tile(DotSpec(1, PANEL // LANES, DEPTH, X_BYTES, 2 * DEPTH, WIDTH, streams=streams))
+        return define_dot_tile(DotSpec(1, PANEL // LANES, DEPTH, X_BYTES, WIDTH, streams=streams))
     return define_tile(TileSpec(1, PANEL // LANES, WEIGHTS, DEPTH, PANEL, WIDTH, streams=streams))
 
 
@@ -63,7 +67,7 @@ def define_product(rows: int, columns: int, c_stride: int, *, fetch: bool):  # t
         return define_group_product(rows, c_stride, fetch=fetch)
     if IS_INT8:
         fetched = 4 * PANEL if fetch else 0
-        return define_dot_tile(DotSpec(rows, vectors, DEPTH, X_BYTES, 2 * DEPTH, c_stride, fetched))
+        return define_dot_tile(DotSpec(rows, vectors, DEPTH, X_BYTES, c_stride, fetched))
     fetched = WEIGHT_BYTES * PANEL if fetch else 0
     return define_tile(TileSpec(rows, vectors, WEIGHTS, DEPTH, PANEL, c_stride, prefetch_bytes=fetched))
 
@@ -151,14 +155,9 @@ def multiply_single_row(x: int, panels: int, out: int, first: int, end: int) -> 
         first_row(x, panel, out + index * PANEL * 4, DEPTH, panel + AHEAD)
 
 
-def linear(arguments: int, part: int, parts: int) -> None:
-    """Arguments: rows, panels, output (fp32), number of rows, which may be 0."""
-    x, panels, out = read_i64(arguments, 0), read_i64(arguments, 1), read_i64(arguments, 2)
-    num_rows = read_i64(arguments, 3)
-    first, end = NUM_PANELS * part // parts, NUM_PANELS * (part + 1) // parts
-    if num_rows == 1:
-        multiply_single_row(x, panels, out, first, min(end, NUM_WHOLE))
-        first = NUM_WHOLE
+@jit
+def multiply_in_tiles(x: int, panels: int, out: int, num_rows: int, first: int, end: int) -> None:
+    """All rows' columns of some panels."""
     for start in range(0, num_rows, BLOCK):
         rows, count = x + start * X_BYTES, min(BLOCK, num_rows - start)
         for index in range(first, end):
@@ -167,6 +166,23 @@ def linear(arguments: int, part: int, parts: int) -> None:
                 whole_panel(rows, panel, columns, count)
             else:
                 last_panel(rows, panel, columns, count)
+
+
+multiply_many = define_matrix_product(MatrixSpec(WEIGHTS, DEPTH, WIDTH)) if MATRIX_ROWS else multiply_in_tiles
+
+
+def linear(arguments: int, part: int, parts: int) -> None:
+    """Arguments: rows, panels, output (fp32), number of rows, which may be 0."""
+    x, panels, out = read_i64(arguments, 0), read_i64(arguments, 1), read_i64(arguments, 2)
+    num_rows = read_i64(arguments, 3)
+    first, end = NUM_PANELS * part // parts, NUM_PANELS * (part + 1) // parts
+    if num_rows == 1:
+        multiply_single_row(x, panels, out, first, min(end, NUM_WHOLE))
+        multiply_in_tiles(x, panels, out, num_rows, NUM_WHOLE, end)
+    elif num_rows < MATRIX_ROWS:
+        multiply_in_tiles(x, panels, out, num_rows, first, end)
+    elif num_rows:
+        multiply_many(x, panels, out, num_rows, first, end)
 
 
 KERNELS = (linear,)

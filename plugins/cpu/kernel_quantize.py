@@ -2,20 +2,19 @@
 
 import numpy as np
 
-from trtcb.plugins.cpu.rotation import define_rotation, store_codes
+from trtcb.plugins.cpu.rotation import define_rotation, store_pairs, store_planes
 from trtcb.plugins.cpu.simd import (
     absolute,
-    add,
-    finite,
+    fma,
     jit,
     load_f32,
     max_lanes,
     maximum,
+    minimum,
     mul,
     read_i64,
     splat,
     stack,
-    sub,
     sum_lanes,
     write_f32,
 )
@@ -26,6 +25,7 @@ WIDTH = 576
 ROTATION = 64
 ROW_BYTES = 1184
 LIMIT = 2047
+PLANES = True
 # --- end of constants ---
 
 ZERO = np.float32(0)
@@ -37,19 +37,23 @@ rotated_row = stack(WIDTH * 4)
 
 @jit
 def quantize_row(x: int, codes: int, rotated: int) -> None:
-    """One row. A row that is not finite gets zeros, and a scale that is not a number."""
+    """One row. A row that is not finite gets a scale that is not a number."""
     peak, check = splat(ZERO), splat(ZERO)
     for block in range(WIDTH // ROTATION):
         rotate_block(x + block * ROTATION * 4, rotated + block * ROTATION * 4)
     for i in range(WIDTH // LANES):
         value = load_f32(rotated, i * LANES)
         peak = maximum(absolute(value), peak)
-        check = add(check, sub(value, value))
+        check = fma(value, splat(ZERO), check)
     largest = max_lanes(peak)
     inverse = STEPS / largest if largest > ZERO else ZERO
     for i in range(WIDTH // LANES):
-        value = mul(load_f32(rotated, i * LANES), splat(inverse))
-        store_codes(codes, i * LANES, finite(value, STEPS))
+        value = minimum(mul(load_f32(rotated, i * LANES), splat(inverse)), splat(STEPS))  # not a number: the limit
+        value = maximum(value, splat(-STEPS))
+        if PLANES:
+            store_planes(codes, codes + WIDTH, i * LANES, value)
+        else:
+            store_pairs(codes, i * LANES, value)
     write_f32(codes + 2 * WIDTH, 0, largest / STEPS + sum_lanes(check))
 
 

@@ -50,7 +50,7 @@ NUM_KV_HEADS = 3
 HEAD_DIM = 64
 BLOCK_SIZE = 32
 KV_FORMAT = "fp8"
-ACTIVATION = "bf16"
+RESULTS = "bf16"
 # --- end of constants ---
 
 QUANTIZED = KV_FORMAT in ("int8", "fp8")
@@ -67,7 +67,7 @@ LIMIT = np.float32({"fp32": 3.4028234663852886e38, "bf16": 3.3895313892515355e38
 QUANT_MAX = np.float32(127.0 if KV_FORMAT == "int8" else 448.0)
 SCALE_FLOOR = np.float32(2.0**-14)
 
-load_activation = {"fp32": load_f32, "bf16": load_bf16}[ACTIVATION]
+load_result = {"fp32": load_f32, "bf16": load_bf16}[RESULTS]
 store_kv = {"fp32": store_f32, "bf16": store_bf16, "fp16": store_f16, "int8": store_i8, "fp8": store_e4m3}[KV_FORMAT]
 read_kv = {4: read_u32, 2: read_u16, 1: read_u8}[ELEMENT_BYTES]
 write_kv = {4: write_i32, 2: write_u16, 1: write_u8}[ELEMENT_BYTES]
@@ -80,8 +80,8 @@ def rotate(source: int, head: int, cos: int, sin: int, position: int, scale: Rea
     """Rotate head ``head`` of a projected row into ``out`` (fp32, from element ``out_index``), times ``scale``."""
     for i in range(HALF_VECTORS):
         at = min(i * LANES, HALF - LANES)
-        first = load_activation(source, head * HEAD_DIM + at)
-        second = load_activation(source, head * HEAD_DIM + HALF + at)
+        first = load_result(source, head * HEAD_DIM + at)
+        second = load_result(source, head * HEAD_DIM + HALF + at)
         c, s = load_f32(cos, position * HALF + at), load_f32(sin, position * HALF + at)
         factor = splat(scale)
         store_f32(out, out_index + at, mul(sub(mul(first, c), mul(second, s)), factor))
@@ -119,7 +119,7 @@ def write_row(qkv: int, cos: int, sin: int, position: int, slot: int, query: int
         for d in range(HEAD_DIM):
             write_kv(read_i64(pools, 0), (page * HEAD_DIM + d) * BLOCK_SIZE + offset, read_kv(codes, d))
         for i in range(HEAD_VECTORS):
-            value = load_activation(qkv, (NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM + i * LANES)
+            value = load_result(qkv, (NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM + i * LANES)
             store_f32(row, i * LANES, value)
         slot_index = page * BLOCK_SIZE + offset
         encode(row, read_i64(pools, 3), slot_index, read_i64(pools, 1), slot_index * HEAD_DIM)
@@ -134,7 +134,7 @@ def rope_kv_write(arguments: int, part: int, parts: int) -> None:
     cos, sin = read_i64(arguments, 5), read_i64(arguments, 6)
     positions, slots, query = read_i64(arguments, 7), read_i64(arguments, 8), read_i64(arguments, 9)
     num_rows = read_i64(arguments, 10)
-    row_bytes = ROW * (2 if ACTIVATION == "bf16" else 4)
+    row_bytes = ROW * (2 if RESULTS == "bf16" else 4)
     for row in range(num_rows * part // parts, num_rows * (part + 1) // parts):
         write_row(
             qkv + row * row_bytes,

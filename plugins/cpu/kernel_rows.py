@@ -33,6 +33,7 @@ from trtcb.plugins.cpu.vector_ir import (
 HIDDEN_SIZE = 576
 INTERMEDIATE_SIZE = 1536
 ACTIVATION = "bf16"
+RESULTS = "bf16"
 # --- end of constants ---
 
 HIDDEN_VECTORS = HIDDEN_SIZE // LANES
@@ -40,7 +41,7 @@ INTERMEDIATE_VECTORS = INTERMEDIATE_SIZE // LANES
 ZERO = np.float32(0)
 ONE = np.float32(1)
 
-load_activation = {"fp32": load_f32, "bf16": load_bf16}[ACTIVATION]
+load_result = {"fp32": load_f32, "bf16": load_bf16}[RESULTS]
 store_activation = {"fp32": store_f32, "bf16": store_bf16}[ACTIVATION]
 
 
@@ -96,8 +97,8 @@ def swiglu(arguments: int, part: int, parts: int) -> None:
     for row in range(num_rows * part // parts, num_rows * (part + 1) // parts):
         base = row * 2 * INTERMEDIATE_SIZE
         for i in range(INTERMEDIATE_VECTORS):
-            gate = load_activation(gate_up, base + i * LANES)
-            up = load_activation(gate_up, base + INTERMEDIATE_SIZE + i * LANES)
+            gate = load_result(gate_up, base + i * LANES)
+            up = load_result(gate_up, base + INTERMEDIATE_SIZE + i * LANES)
             sigmoid = div(gate, add(splat(ONE), exp(sub(splat(ZERO), gate))))
             store_activation(hidden, row * INTERMEDIATE_SIZE + i * LANES, mul(sigmoid, up))
 

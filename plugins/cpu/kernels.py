@@ -1,9 +1,9 @@
 """The CPU target's operators: compiled kernels behind methods that take addresses and sizes.
 
 All arrays are row-major and belong to the caller; an address is that of element 0 (``array.ctypes.data``,
-``tensor.data_ptr()``). *Activation* means the configuration's activation type. Nothing is checked: wrong addresses or
-indices corrupt memory, so whoever builds the batch must be right. Methods run on the calling thread and its team; one
-thread may use an object at a time.
+``tensor.data_ptr()``). *Activation* and *result* mean the types of the configuration. Nothing is checked: wrong
+addresses or indices corrupt memory, so whoever builds the batch must be right. Methods run on the calling thread and
+its team; one thread may use an object at a time.
 """
 
 import struct
@@ -114,7 +114,7 @@ class CpuKernels:
     ) -> None:
         """Rotate queries and keys of fused rows and store keys and values.
 
-        qkv activation ``[T, (H + 2 HK) D]``; cos, sin fp32 ``[positions, D / 2]``; positions, slot_mapping int32
+        qkv result ``[T, (H + 2 HK) D]``; cos, sin fp32 ``[positions, D / 2]``; positions, slot_mapping int32
         ``[T]`` (slots of one call must differ); query fp32 ``[T, H, D]``, written, scaled by ``1 / sqrt(D)``.
         """
         self._run(
@@ -158,7 +158,7 @@ class CpuKernels:
         )
 
     def swiglu(self, gate_up: int, hidden: int, num_rows: int) -> None:
-        """``silu(gate) * up``: gate_up ``[T, 2 * intermediate]``, hidden ``[T, intermediate]``, both activations."""
+        """``silu(gate) * up``: result ``[T, 2 * intermediate]``, hidden activation ``[T, intermediate]``."""
         self._run("swiglu", self._parts(num_rows, 16 * self.config.intermediate_size), gate_up, hidden, num_rows)
 
     def gather_rows(
@@ -188,18 +188,18 @@ def load_kernels(
         "HEAD_DIM": config.head_dim,
         "BLOCK_SIZE": config.block_size,
         "KV_FORMAT": config.kv_dtype.value,
-        "ACTIVATION": config.activation,
     }
     rows = {
         "HIDDEN_SIZE": config.hidden_size,
         "INTERMEDIATE_SIZE": config.intermediate_size,
         "ACTIVATION": config.activation,
+        "RESULTS": config.results,
     }
-    attention = {**constants, "ACCUMULATORS": accumulators()}
+    attention = {**constants, "ACTIVATION": config.activation, "ACCUMULATORS": accumulators()}
     tokens_per_item: int = load_module("kernel_attention", attention).TOKENS_PER_ITEM
     functions = {
         **compile_kernels("kernel_rows", rows, on_progress),
-        **compile_kernels("kernel_rope", constants, on_progress),
+        **compile_kernels("kernel_rope", {**constants, "RESULTS": config.results}, on_progress),
         **compile_kernels("kernel_plan", {"TOKENS_PER_ITEM": tokens_per_item}, on_progress),
         **compile_kernels("kernel_attention", attention, on_progress),
     }

@@ -1,21 +1,28 @@
 """Products with a weight on the CPU: bf16 and fp32 weights times fp32 rows, int8 and int4 ones times quantised rows."""
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Literal
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
 from trtcb.errors import UsageError
+from trtcb.plugins.cpu import matrix_product, matrix_unit
 from trtcb.plugins.cpu.arena import Arena
 from trtcb.plugins.cpu.grouped import Int4Weight, pack_groups
 from trtcb.plugins.cpu.isa import panel_columns, product_tile
-from trtcb.plugins.cpu.quantized import MAX_DEPTH
+from trtcb.plugins.cpu.quantized import MAX_DEPTH, PLANE_BITS, panel_bytes, panel_weights
 from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher
+
+MATRIX_ROWS = 4
+"""Rows from which the matrix unit multiplies int8 faster than vectors do. The bits are the same."""
 
 
 class PackedLinear:
     """Packed weights and the kernel for their shape. ``weight`` is ``[N, K]`` bf16, fp32 or int8 and not kept.
+
+    With ``rows="bf16"`` rows are bf16, too, and weights must be: only where :func:`takes_bf16_rows`.
 
     K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. Int4 weights are the three
     arrays of :class:`~trtcb.plugins.cpu.grouped.Int4Weight`. A row's result does not depend on how many others there
@@ -28,6 +35,7 @@ class PackedLinear:
         scale: npt.NDArray[Any] | None = None,
         zero: npt.NDArray[np.float16] | None = None,
         *,
+        rows: Literal["bf16"] | None = None,
         memory: Arena | None = None,
         num_threads: int | None = None,
         on_progress: Progress | None = None,
@@ -41,8 +49,9 @@ class PackedLinear:
             self._panels = pack_groups(Int4Weight(weight, scale, zero), panel_columns(weights), memory)
         else:
             weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
-            self._panels = pack_panels(weight, scale, panel_columns(weights), memory, self._num_threads)
-        self._kernel = compile_linear(width, depth, weights, on_progress=on_progress)
+            columns = panel_columns(weights) if rows is None else matrix_product.PANEL
+            self._panels = pack_panels(weight, scale, columns, memory, self._num_threads, in_pairs=rows is not None)
+        self._kernel = compile_linear(width, depth, weights, rows=rows, on_progress=on_progress)
 
     @property
     def kernel(self) -> int:
@@ -61,28 +70,44 @@ class PackedLinear:
         return self._panels.nbytes
 
     def multiply(self, x: int, out: int, num_rows: int) -> None:
-        """Write fp32 ``[num_rows, N]`` at ``out`` from the rows at ``x``: fp32 ``[num_rows, K]``, or quantised."""
+        """Write fp32 ``[num_rows, N]`` at ``out`` from the rows at ``x``: ``[num_rows, K]``, or quantised."""
         if num_rows:  # a step of prompt chunks may want no logits
             self._launch(self.kernel, self._num_threads, x, self.panels, out, num_rows, *(0,) * 8)
 
 
-def compile_linear(width: int, depth: int, weights: str, *, on_progress: Progress | None = None) -> Any:
+def takes_bf16_rows(depths: Collection[int]) -> bool:
+    """Whether bf16 weights of these depths may be multiplied with rows of bf16, which a matrix unit does fastest."""
+    return matrix_unit.is_usable() and not any(depth % matrix_unit.BF16_DEPTH for depth in depths)
+
+
+def compile_linear(
+    width: int,
+    depth: int,
+    weights: str,
+    *,
+    rows: Literal["bf16"] | None = None,
+    on_progress: Progress | None = None,
+) -> Any:
     """Compile the kernel for a shape and type of weights, or load it from the user's cache.
 
     Raises ``UsageError`` for int8 weights whose sums could overflow: no model is that wide.
     """
+    if rows == "bf16":
+        constants: dict[str, object] = {"DEPTH": depth, "WIDTH": width}
+        return compile_kernels("kernel_matrix_linear", constants, on_progress)["linear"]
     if weights == "int8" and depth > MAX_DEPTH:
         raise UsageError(
             f"Int8 products add at most {MAX_DEPTH:,} elements, and this model has {depth:,}: use --weight-dtype bf16."
         )
-    rows, vectors = product_tile(weights)
+    tile_rows, vectors = product_tile(weights)
     constants = {
         "DEPTH": depth,
         "WIDTH": width,
         "WEIGHTS": weights,
         "PANEL": panel_columns(weights),
-        "ROWS": rows,
+        "ROWS": tile_rows,
         "VECTORS": vectors,
+        "MATRIX_ROWS": MATRIX_ROWS if weights == "int8" and matrix_unit.is_usable() else 0,
     }
     return compile_kernels("kernel_linear", constants, on_progress)["linear"]
 
@@ -98,22 +123,27 @@ def pack_panels(
     columns: int,
     memory: Arena,
     num_threads: int,
+    *,
+    in_pairs: bool = False,
 ) -> npt.NDArray[np.uint8]:
-    """``[N, K]`` -> ``[panels, bytes]``: ``[K, columns]`` items; of int8 ``[K / 4, columns, 4]``, then fp32 scales.
+    """``[N, K]`` -> ``[panels, bytes]``: ``[K, columns]`` items, of bf16 ``in_pairs`` ``[K / 2, columns, 2]``.
 
-    Missing columns are zero. The result lies in ``memory``.
+    Of int8 what ``quantized.py`` describes. Missing columns are zero. The result lies in ``memory``.
     """
     width, depth = weight.shape
     rows = np.ascontiguousarray(weight)
-    is_wide = weight.dtype.itemsize != 2
+    is_wide = weight.dtype.itemsize != 2 or in_pairs
     num_items = depth * weight.dtype.itemsize // (4 if is_wide else 2)
-    num_panels, weight_bytes = -(-width // columns), depth * weight.dtype.itemsize * columns
-    panel_bytes = weight_bytes + (0 if scale is None else 4 * columns)
-    panels = memory.take(num_panels * panel_bytes).reshape(num_panels, panel_bytes)
-    arguments = (rows.ctypes.data, panels.ctypes.data, width, num_items, columns, panel_bytes, is_wide)
+    num_panels = -(-width // columns)
+    size = depth * weight.dtype.itemsize * columns if scale is None else panel_bytes(depth, columns)
+    panels = memory.take(num_panels * size).reshape(num_panels, size)
+    arguments = (rows.ctypes.data, panels.ctypes.data, width, num_items, columns, size, is_wide)
     compile_launcher()(compile_pack().address, num_threads, *arguments, *(0,) * 5)
     if scale is not None:
-        padded = np.zeros(num_panels * columns, np.float32)
-        padded[:width] = scale
-        panels[:, weight_bytes:] = padded.view(np.uint8).reshape(num_panels, 4 * columns)
+        behind = np.zeros((num_panels, 2, columns), np.int32)
+        padded = np.zeros((2, num_panels * columns), np.int32)
+        padded[0, :width] = scale.view(np.int32)
+        padded[1, :width] = weight.sum(axis=1, dtype=np.int32) << PLANE_BITS
+        behind[:] = padded.reshape(2, num_panels, columns).swapaxes(0, 1)
+        panels[:, panel_weights(depth, columns) :] = behind.view(np.uint8).reshape(num_panels, 8 * columns)
     return panels

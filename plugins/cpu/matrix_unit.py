@@ -27,6 +27,7 @@ ROWS = 16  # of a tile, at most
 ROW_BYTES = 64
 TILE_BYTES = ROWS * ROW_BYTES
 COLUMNS = 16  # of C and B
+BF16_DEPTH = 32  # of a product of bf16
 
 C_TILES = (0, 1, 2, 3)
 A_TILES = (4, 5)
@@ -45,7 +46,8 @@ def is_usable() -> bool:
         return False
     if not all(map(has_feature, ("amx-tile", "amx-bf16", "amx-int8", "avx512f"))):
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    answer: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return answer == 0
 
 
 # --- in jitted code: what surrounds the use of tiles -----------------------------------------------------------------

@@ -3,7 +3,11 @@
 A row is rotated in blocks by the Hadamard matrix before it is rounded, the weights along their depth likewise, so the
 product stays what it was. That spreads outliers over a block (QuaRot, arXiv 2404.00456, section 3). Codes are
 ``rint(limit * x / max|x|)``, one scale a row, with 127 for weights. Rows of activations have up to 12 bits: exact sums
-leave room for them, and products of 16 bits are what CPUs have.
+leave room for them.
+
+Their codes are stored as the processor's products want them. Products of 16 bits take *pairs*: 16 bits a code, of each
+four in the order 0, 2, 1, 3. Products of bytes take *planes* of the codes plus 32,768: all high bytes, then all low
+ones, both without a sign. What 32,768 adds to a column's sum is known before; it is taken off again, modulo 2**32.
 """
 
 import math
@@ -15,14 +19,27 @@ import numpy.typing as npt
 MAX_ROTATION = 64
 MAX_DEPTH = (1 << 31) // 127**2  # of a product whose sum of codes fits 32 bits
 MAX_ACTIVATION = (1 << 11) - 1
-SCALE_BYTES = 32  # behind a row's codes: an fp32 scale, and padding
+PLANE_BITS = 15
+PLANE_OFFSET = 1 << PLANE_BITS
+SCALE_BYTES = 64  # behind a row's codes: an fp32 scale, and room for a matrix unit to read whole tiles
+DEPTH_UNIT = 64  # depths of packed weights are filled up to a multiple of this with zeros
 
 Float32 = npt.NDArray[np.float32]
 
 
 def row_bytes(width: int) -> int:
-    """Bytes of one row of activations: codes of 16 bits, of each four in the order 0, 2, 1, 3, then the scale."""
+    """Bytes of one row of activations: two for each code, then the scale."""
     return 2 * width + SCALE_BYTES
+
+
+def panel_weights(depth: int, columns: int) -> int:
+    """Bytes of the weights of a panel. Behind them are the columns' scales and sums, see :func:`panel_bytes`."""
+    return -(-depth // DEPTH_UNIT) * DEPTH_UNIT * columns
+
+
+def panel_bytes(depth: int, columns: int) -> int:
+    """Bytes of a panel ``[depth / 4, columns, 4]``, then fp32 scales, then int32 ``PLANE_OFFSET`` times column sums."""
+    return panel_weights(depth, columns) + 8 * columns
 
 
 def activation_limit(depth: int) -> int:

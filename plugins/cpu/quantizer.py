@@ -4,6 +4,7 @@ from typing import Any
 
 import numba
 
+from trtcb.plugins.cpu.isa import multiplies_bytes
 from trtcb.plugins.cpu.quantized import activation_limit, rotation
 from trtcb.plugins.cpu.rows import row_bytes
 from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher
@@ -43,5 +44,6 @@ def compile_quantizer(width: int, dtype: str = "int8", *, on_progress: Progress 
         "ROTATION": rotation(width),
         "ROW_BYTES": row_bytes(dtype, width),
         "LIMIT": activation_limit(width),
+        "PLANES": multiplies_bytes(),
     }
     return compile_kernels("kernel_quantize", constants, on_progress)["quantize"]

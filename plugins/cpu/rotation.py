@@ -6,9 +6,12 @@ from collections.abc import Callable
 import llvmlite.ir as ir
 from numba import types
 
+from trtcb.plugins.cpu.quantized import PLANE_OFFSET
 from trtcb.plugins.cpu.vector_ir import (
     F32,
+    I8,
     I16,
+    I32,
     I64,
     INTEGERS,
     LANES,
@@ -21,6 +24,8 @@ from trtcb.plugins.cpu.vector_ir import (
     emit_pointer,
     f32x16,
 )
+
+_MAGIC, _MAGIC_BITS = 12582912.0, 0x4B400000
 
 
 def define_rotation(size: int) -> Callable[[int, int], None]:
@@ -49,7 +54,7 @@ def _butterfly_within(builder: Builder, vector: Value, span: int) -> Value:
     undefined = ir.Constant(vector.type, ir.Undefined)
     partner = builder.shuffle_vector(vector, undefined, ir.Constant(INTEGERS, [i ^ span for i in range(LANES)]))
     signs = ir.Constant(vector.type, [-1.0 if i & span else 1.0 for i in range(LANES)])
-    return builder.fadd(partner, builder.fmul(vector, signs))
+    return emit_call(builder, "fma", vector, signs, partner)  # one times a sign is exact
 
 
 def _butterfly_across(builder: Builder, vectors: list[Value], span: int) -> list[Value]:
@@ -60,12 +65,27 @@ def _butterfly_across(builder: Builder, vectors: list[Value], span: int) -> list
     return result
 
 
+def _rounded(builder: Builder, x: Value, offset: int = 0) -> Value:
+    """Whole numbers next to ``x``, plus ``offset``: the low bits of what is left of ``x`` beside 1.5 * 2**23."""
+    bits = builder.bitcast(builder.fadd(x, constant(F32, _MAGIC)), INTEGERS)
+    return builder.sub(bits, constant(I32, _MAGIC_BITS - offset))
+
+
 @define(types.none, types.int64, types.int64, f32x16)
-def store_codes(builder: Builder, address: Value, index: Value, x: Value) -> None:
-    """Whole numbers next to ``x`` as 16 bits, of each four in the order 0, 2, 1, 3; ``x`` must fit and not be NaN."""
-    integers = builder.fptosi(emit_call(builder, "rint", x), INTEGERS)
+def store_pairs(builder: Builder, address: Value, index: Value, x: Value) -> None:
+    """Whole numbers next to ``x`` as 16 bits, of each four in the order 0, 2, 1, 3; ``x`` must fit."""
+    integers = _rounded(builder, x)
     undefined = ir.Constant(INTEGERS, ir.Undefined)
     order = [4 * (i // 4) + (0, 2, 1, 3)[i % 4] for i in range(LANES)]
     shuffled = builder.shuffle_vector(integers, undefined, ir.Constant(INTEGERS, order))
     narrow = builder.trunc(shuffled, ir.VectorType(I16, LANES))
     builder.store(narrow, emit_pointer(builder, address, index, I16, narrow.type), align=2)
+
+
+@define(types.none, types.int64, types.int64, types.int64, f32x16)
+def store_planes(builder: Builder, high: Value, low: Value, index: Value, x: Value) -> None:
+    """The same plus ``PLANE_OFFSET`` as bytes of two planes, in order."""
+    codes = _rounded(builder, x, PLANE_OFFSET)
+    for plane, bits in ((high, builder.lshr(codes, constant(I32, 8))), (low, codes)):
+        narrow = builder.trunc(bits, ir.VectorType(I8, LANES))
+        builder.store(narrow, emit_pointer(builder, plane, index, I8, narrow.type), align=1)

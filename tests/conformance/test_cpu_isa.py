@@ -25,7 +25,7 @@ def printed_by(module: str, cpu: str | None = None, features: str = "") -> list[
 
 def test_int8_products_use_the_widest_instructions():
     assert printed_by("wide_product", "haswell", AVX2) == ["vpmaddwd"]
-    assert printed_by("wide_product", "znver4", VNNI) == ["vpdpwssd"]  # multiplies and adds at once
+    assert printed_by("wide_product", "znver4", VNNI) == ["vpdpbusd"]  # multiplies and adds at once
 
 
 def test_avx2_computes_the_same_bits():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from trtcb.plugins.cpu.isa import panel_columns
-from trtcb.plugins.cpu.linear import PackedLinear
+from trtcb.plugins.cpu.linear import PackedLinear, takes_bf16_rows
 
 PANEL = panel_columns("fp32")
 
@@ -53,3 +53,43 @@ def test_a_row_that_is_not_a_number_stays_alone():
 
 def test_no_rows_are_no_work():
     assert product(PackedLinear(np.ones((PANEL, 32), np.float32)), np.zeros((0, 32), np.float32), PANEL).shape[0] == 0
+
+
+@pytest.mark.skipif(not takes_bf16_rows([32]), reason="this processor has no matrix unit")
+class TestMatrixUnit:
+    """Products of bf16 rows: the same bits for a row alone as among others, denormal numbers left aside."""
+
+    @pytest.mark.parametrize("width", [31, 32, 64, 99])
+    @pytest.mark.parametrize("depth", [32, 96, 576])
+    def test_sums_are_fp32_whatever_the_batch(self, width, depth):
+        rng = np.random.default_rng(0)
+        weight = rng.normal(size=(width, depth)).astype(ml_dtypes.bfloat16)
+        x = rng.normal(size=(70, depth)).astype(ml_dtypes.bfloat16)
+        linear = PackedLinear(weight, rows="bf16", num_threads=2)
+        together = product(linear, x, width)
+        exact = x.astype(np.float64) @ weight.astype(np.float64).T
+        np.testing.assert_allclose(together, exact, atol=1e-5 * depth)
+        for start, stop in ((0, 1), (3, 5), (7, 20), (0, 32), (5, 21), (30, 70), (1, 34)):
+            assert np.array_equal(product(linear, x[start:stop], width), together[start:stop])
+        alone = PackedLinear(weight, rows="bf16", num_threads=1)
+        assert np.array_equal(product(alone, x, width), together)
+
+    def test_a_row_that_is_not_a_number_stays_alone(self):
+        weight = np.ones((33, 32), ml_dtypes.bfloat16)
+        x = np.ones((18, 32), ml_dtypes.bfloat16)
+        x[1, 4] = np.nan
+        found = product(PackedLinear(weight, rows="bf16", num_threads=2), x, 33)
+        assert np.isnan(found[1]).all()
+        assert (np.delete(found, 1, axis=0) == 32).all()
+
+    def test_tiles_are_left_as_other_libraries_had_configured_them(self):
+        torch = pytest.importorskip("torch")
+        x, weight = torch.randn(40, 64, dtype=torch.bfloat16), torch.randn(48, 64, dtype=torch.bfloat16)
+        expected = torch.nn.functional.linear(x, weight)
+        linear = PackedLinear(np.ones((33, 32), ml_dtypes.bfloat16), rows="bf16", num_threads=2)
+        for _ in range(20):
+            product(linear, np.ones((18, 32), ml_dtypes.bfloat16), 33)
+            assert torch.equal(torch.nn.functional.linear(x, weight), expected)
+
+    def test_depths_that_do_not_fill_tiles_are_left_to_vectors(self):
+        assert not takes_bf16_rows([32, 48])

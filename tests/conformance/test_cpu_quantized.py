@@ -7,7 +7,7 @@ import pytest
 from numba import cfunc
 
 from trtcb.errors import UsageError
-from trtcb.plugins.cpu import dot_tile, quantized
+from trtcb.plugins.cpu import dot_tile, isa, quantized
 from trtcb.plugins.cpu.arena import Arena
 from trtcb.plugins.cpu.linear import PackedLinear, compile_linear, pack_panels
 from trtcb.plugins.cpu.quantizer import Quantizer
@@ -22,9 +22,12 @@ def quantize(x: np.ndarray) -> np.ndarray:
 
 
 def unpacked(rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    codes = (
-        np.ascontiguousarray(rows[:, : 2 * width]).view(np.int16).reshape(len(rows), width // 4, 4)[..., [0, 2, 1, 3]]
-    )
+    if isa.multiplies_bytes():
+        planes = rows[:, : 2 * width].reshape(len(rows), 2, width).astype(np.int32)
+        codes = (planes[:, 0] << 8) + planes[:, 1] - quantized.PLANE_OFFSET
+    else:
+        pairs = np.ascontiguousarray(rows[:, : 2 * width]).view(np.int16)
+        codes = pairs.reshape(len(rows), width // 4, 4)[..., [0, 2, 1, 3]]
     scales = np.ascontiguousarray(rows[:, 2 * width : 2 * width + 4]).view(np.float32)[:, 0]
     return codes.reshape(len(rows), width), scales
 
@@ -76,7 +79,7 @@ def test_a_row_of_zeros_is_zero():
 def test_products_are_exact_whatever_the_batch(width, depth):
     rng = np.random.default_rng(2)
     weight = rng.normal(size=(width, depth)).astype(np.float32)
-    x = rng.normal(size=(21, depth)).astype(np.float32)
+    x = rng.normal(size=(40, depth)).astype(np.float32)
     codes, scale = quantized.quantize(quantized.rotate(weight))
     rows = quantize(x)
     x_codes, x_scale = unpacked(rows, depth)
@@ -84,7 +87,7 @@ def test_products_are_exact_whatever_the_batch(width, depth):
     expected = sums * scale * x_scale[:, None]
     for num_threads in (1, 2):
         linear = PackedLinear(codes, scale, num_threads=num_threads)
-        for start, stop in ((0, 21), (0, 1), (3, 5), (4, 17)):
+        for start, stop in ((0, 40), (0, 1), (3, 5), (4, 17), (0, 16), (3, 36), (7, 40)):
             out = np.full((stop - start, width), np.nan, np.float32)
             linear.multiply(rows[start:].ctypes.data, out.ctypes.data, stop - start)
             assert np.array_equal(out, expected[start:stop])
@@ -107,20 +110,21 @@ def test_the_largest_codes_do_not_overflow(depth):
 
 
 @pytest.mark.parametrize(
-    "features", [(), ("avx2",), ("avx2", "avx512bw")], ids=lambda names: "+".join(names) or "plain"
+    "features", [(), ("avx2",), ("avx2", "avx512bw"), ("avx512vnni",)], ids=lambda names: "+".join(names) or "plain"
 )
 def test_other_instructions_have_the_same_bits(monkeypatch, features):
-    missing = [name for name in features if not dot_tile.has_feature(name)]
+    missing = [name for name in features if not isa.has_feature(name)]
     if missing:
         pytest.skip(f"this processor has no {missing[0]}")
-    monkeypatch.setattr(dot_tile, "has_feature", lambda name: name in features)
+    for module in (dot_tile, isa):
+        monkeypatch.setattr(module, "has_feature", lambda name: name in features)
     depth, width = 64, 16
     rng = np.random.default_rng(3)
     codes = rng.integers(-127, 128, size=(width, depth)).astype(np.int8)
     scale = rng.random(width).astype(np.float32)
     rows = quantize(rng.normal(size=(3, depth)).astype(np.float32))
     stride = quantized.row_bytes(depth)
-    tile = dot_tile.define_dot_tile(dot_tile.DotSpec(3, 1, depth, stride, 2 * depth, width))
+    tile = dot_tile.define_dot_tile(dot_tile.DotSpec(3, 1, depth, stride, width))
 
     @cfunc(KERNEL_SIGNATURE, **JIT_OPTIONS)
     def run(a, b, c):

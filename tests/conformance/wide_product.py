@@ -4,10 +4,10 @@ import re
 
 from numba import njit
 
-from trtcb.plugins.cpu import dot_tile
+from trtcb.plugins.cpu import dot_tile, quantized
 from trtcb.plugins.cpu.simd import JIT_OPTIONS
 
-tile = dot_tile.define_dot_tile(dot_tile.DotSpec(2, 1, 64, 160, 128, 16))
+tile = dot_tile.define_dot_tile(dot_tile.DotSpec(2, 1, 64, quantized.row_bytes(64), 16))
 
 
 @njit("void(int64, int64, int64)", **JIT_OPTIONS)

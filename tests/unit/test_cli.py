@@ -217,15 +217,3 @@ def test_doctor(run: Run) -> None:
     assert code == 0
     assert re.search(r"^  cpu +works$", out, re.MULTILINE)
     assert f"trtcb {__version__}" in out
-
-
-@pytest.mark.parametrize(
-    ("of_bf16", "exception"), [("portable", r" \(portable for bf16 weights\)"), ("whole_step", "")]
-)
-def test_doctor_names_the_engine_that_auto_takes(
-    run: Run, monkeypatch: pytest.MonkeyPatch, of_bf16: str, exception: str
-) -> None:
-    engines = {"bf16": of_bf16}
-    monkeypatch.setattr("trtcb.plugins.cpu.isa.default_engine", lambda weights: engines.get(weights, "whole_step"))
-    _, out, _ = run("doctor")
-    assert re.search(rf"^  CPU engine +whole_step{exception}, what --cpu-engine auto takes", out, re.MULTILINE)

@@ -169,21 +169,6 @@ def test_an_old_cpu_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("features", "weights", "engine"),
-    [
-        ("+avx2,+fma", "bf16", "whole_step"),
-        ("+avx2,+avx512f,-amx-bf16", "bf16", "whole_step"),
-        ("+avx2,+avx512f,+amx-bf16", "bf16", "portable"),
-        ("+avx2,+avx512f,+amx-bf16", "int8", "whole_step"),
-        ("+neon", "fp32", "whole_step"),
-    ],
-)
-def test_the_engine_of_auto_is_the_portable_one_for_bf16_with_amx_alone(monkeypatch, features, weights, engine):
-    monkeypatch.setattr(isa, "_target", lambda: ("", "", features))
-    assert isa.default_engine(weights) == engine
-
-
-@pytest.mark.parametrize(
     "change",
     [
         {"head_dim": 40},

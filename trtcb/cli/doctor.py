@@ -67,20 +67,18 @@ def _machine() -> dict[str, str]:
     return {
         "processor": names[0] if names else platform.processor() or "unknown",
         "instructions": " ".join(cpu_features(text)) or "nothing beyond the baseline",
-        "CPU engine": _default_engine(),
+        "matrix unit": _matrix_unit(),
         "cores": f"{usable} usable of {os.cpu_count()}",
         "memory": f"{format_size(available_memory())} available of {format_size(total_memory())}",
     }
 
 
-def _default_engine() -> str:
+def _matrix_unit() -> str:
     if find_spec("numba") is None:
         return "unknown without numba"
-    from trtcb.plugins.cpu.isa import default_engine
+    from trtcb.plugins.cpu.matrix_unit import is_usable
 
-    engines = {weights: default_engine(weights) for weights in ("int8", "bf16")}
-    exception = "" if len(set(engines.values())) == 1 else f" ({engines['bf16']} for bf16 weights)"
-    return f"{engines['int8']}{exception}, what --cpu-engine auto takes with these instructions"
+    return "AMX, used for products" if is_usable() else "none that can be used"
 
 
 def _version(name: str) -> str | None:
