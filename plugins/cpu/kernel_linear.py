@@ -14,9 +14,9 @@ From ``MATRIX_ROWS`` rows on (0: never) the matrix unit multiplies, which of int
 """
 
 from trtcb.plugins.cpu import grouped, quantized
+from trtcb.plugins.cpu.byte_product import define_byte_product
 from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
 from trtcb.plugins.cpu.group_tile import GroupSpec, define_group_tile
-from trtcb.plugins.cpu.matrix_product import MatrixSpec, define_matrix_product
 from trtcb.plugins.cpu.simd import jit, load_f32, read_f32, read_i64, stack, store_f32, write_f32
 from trtcb.plugins.cpu.streams import Streams
 from trtcb.plugins.cpu.tile import TileSpec, define_tile
@@ -168,7 +168,7 @@ def multiply_in_tiles(x: int, panels: int, out: int, num_rows: int, first: int, 
                 last_panel(rows, panel, columns, count)
 
 
-multiply_many = define_matrix_product(MatrixSpec(WEIGHTS, DEPTH, WIDTH)) if MATRIX_ROWS else multiply_in_tiles
+multiply_many = define_byte_product(DEPTH, WIDTH) if MATRIX_ROWS else multiply_in_tiles
 
 
 def linear(arguments: int, part: int, parts: int) -> None:

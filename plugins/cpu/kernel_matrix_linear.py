@@ -3,7 +3,8 @@
 The unit multiplies a single row, too: its sums are not those of fused multiply-adds. See ``matrix_product.py``.
 """
 
-from trtcb.plugins.cpu.matrix_product import PANEL, MatrixSpec, define_matrix_product
+from trtcb.plugins.cpu.matrix_product import define_bf16_product
+from trtcb.plugins.cpu.matrix_unit import PANEL
 from trtcb.plugins.cpu.simd import read_i64
 
 # --- constants of a specialisation ---
@@ -13,7 +14,7 @@ WIDTH = 49152
 
 NUM_PANELS = -(-WIDTH // PANEL)
 
-multiply = define_matrix_product(MatrixSpec("bf16", DEPTH, WIDTH))
+multiply = define_bf16_product(DEPTH, WIDTH)
 
 
 def linear(arguments: int, part: int, parts: int) -> None:

@@ -29,6 +29,11 @@ TILE_BYTES = ROWS * ROW_BYTES
 COLUMNS = 16  # of C and B
 BF16_DEPTH = 32  # of a product of bf16
 
+PANEL = 2 * COLUMNS  # of packed weights
+CHUNK_BYTES = 2 * TILE_BYTES  # of a panel, for one tile of A
+AHEAD = 4096  # bytes between what is multiplied and what is fetched
+_CACHED_BYTES = 512 << 10  # of rows that stay in a core's cache while panels pass
+
 C_TILES = (0, 1, 2, 3)
 A_TILES = (4, 5)
 B_TILES = (6, 7)
@@ -48,6 +53,11 @@ def is_usable() -> bool:
         return False
     answer: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
     return answer == 0
+
+
+def rows_in_cache(row_bytes: int) -> int:
+    """How many rows to multiply with all panels before the next ones: whole pairs of tiles."""
+    return max(1, _CACHED_BYTES // row_bytes // (2 * ROWS)) * 2 * ROWS
 
 
 # --- in jitted code: what surrounds the use of tiles -----------------------------------------------------------------
@@ -131,6 +141,13 @@ def emit_byte_product(builder: Builder, c: int, a: int, b: int) -> None:
 
 def _call(builder: Builder, name: str, *arguments: Value) -> None:
     emit_intrinsic(builder, f"llvm.x86.{name}", ir.VoidType(), arguments)
+
+
+def emit_panel_chunk(builder: Builder, panel: Value, step: Value) -> None:
+    """Load the two tiles of a panel's ``step``-th 64 bytes of depth, ``[16, PANEL, 4 bytes]``."""
+    chunk = builder.add(panel, builder.mul(step, emit_number(CHUNK_BYTES)))
+    for column, tile in enumerate(B_TILES):
+        emit_load(builder, tile, builder.add(chunk, emit_number(column * COLUMNS * 4)), emit_number(PANEL * 4))
 
 
 def emit_number(number: int) -> Value:

@@ -113,6 +113,28 @@ def define_outlined(symbol: str, num_parameters: int, emit: Callable[..., None])
     return define(types.none, *[types.int64] * num_parameters)(call)
 
 
+class Loop:
+    """A loop that runs at least once: what is emitted before :meth:`close` is its body, ``step`` counts from 0."""
+
+    def __init__(self, builder: Builder, count: int | Value) -> None:
+        self._builder = builder
+        self._count = ir.Constant(I64, count) if isinstance(count, int) else count
+        before, self._body = builder.block, builder.function.append_basic_block("loop")
+        builder.branch(self._body)
+        builder.position_at_end(self._body)
+        self.step = builder.phi(I64)
+        self.step.add_incoming(ir.Constant(I64, 0), before)
+
+    def close(self) -> None:
+        """End the body; what follows comes after the loop."""
+        builder = self._builder
+        after = builder.function.append_basic_block("done")
+        following = builder.add(self.step, ir.Constant(I64, 1))
+        self.step.add_incoming(following, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, self._count), self._body, after)
+        builder.position_at_end(after)
+
+
 def emit_pointer(builder: Builder, address: Value, index: Value, element: Any, pointee: Any = None) -> Value:
     """Pointer to element ``index`` after ``address``, typed for ``pointee`` (the element itself by default)."""
     pointer = builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
