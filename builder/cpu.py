@@ -63,16 +63,16 @@ class CpuCompiler:
 
     def prepare(self, checkpoint: Checkpoint, options: CompileOptions, on_progress: Callable[[str], None]) -> None:
         """Compile the kernels of this shape into the user's cache."""
+        from trtcb.plugins.cpu.isa import multiplies_bf16_pairs
         from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
-        from trtcb.plugins.cpu.linear import compile_linear, compile_pack, takes_bf16_rows
+        from trtcb.plugins.cpu.linear import compile_linear, compile_pack
         from trtcb.plugins.cpu.logits import LogitEditor
         from trtcb.plugins.cpu.quantizer import compile_quantizer
         from trtcb.plugins.cpu.sampling import Sampler
         from trtcb.plugins.cpu.step import compile_step
 
         spec, weights = checkpoint.spec, options.weight_dtype
-        depths = {spec.hidden_size, *(depth for _, depth in spec.layer_shapes)}
-        rows: Literal["bf16"] | None = "bf16" if weights is WeightDtype.BF16 and takes_bf16_rows(depths) else None
+        rows: Literal["bf16"] | None = "bf16" if weights is WeightDtype.BF16 and multiplies_bf16_pairs() else None
         activation, block_size = rows or "fp32", options.limits.block_size
         config = KernelConfig.of(spec, options.kv_dtype, activation, block_size, fp32_results=True)
         load_kernels(config, on_progress=on_progress)

@@ -14,8 +14,8 @@ from trtcb.executor.step_ops import StepOps
 from trtcb.executor.token_drawer import TokenDrawer
 from trtcb.plan import Plan
 from trtcb.plugins.cpu.arena import Arena
+from trtcb.plugins.cpu.isa import multiplies_bf16_pairs
 from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
-from trtcb.plugins.cpu.linear import takes_bf16_rows
 from trtcb.plugins.cpu.pools import PoolArrays, allocate_pools, copy_blocks, pool_addresses
 from trtcb.plugins.cpu.rows import QUANTIZED, row_bytes
 from trtcb.plugins.cpu.step import CallTimes, StepFunction, StepWord
@@ -110,10 +110,9 @@ class StepEngine:
 
 def _bf16_rows(program: Program, weights: str) -> frozenset[str]:
     """Values that are bf16: what products of bf16 weights take, if they take bf16."""
-    products = [call for call in program.calls if call.op == "linear"]
-    depths = [program.value(call.inputs[0]).width for call in products]
-    is_bf16 = weights == "bf16" and takes_bf16_rows(depths)
-    return frozenset(call.inputs[0] for call in products) if is_bf16 else frozenset()
+    if weights != "bf16" or not multiplies_bf16_pairs():
+        return frozenset()
+    return frozenset(call.inputs[0] for call in program.calls if call.op == "linear")
 
 
 def _allocate(value: Value, num_rows: int, memory: Arena, *, is_bf16: bool) -> npt.NDArray[Any]:

@@ -36,6 +36,11 @@ def multiplies_bytes() -> bool:
     return has_feature("avx512vnni")
 
 
+def multiplies_bf16_pairs() -> bool:
+    """Whether bf16 is multiplied in pairs, and bf16 rows are faster than fp32 ones."""
+    return has_feature("avx512bf16")
+
+
 def accumulators() -> int:
     """How many 16-lane fp32 accumulators fit in registers beside the operands of a tile. Speed only, never bits."""
     if has_feature("avx512f"):
@@ -49,6 +54,8 @@ def panel_columns(weights: str) -> int:
         return 32 if has_feature("avx512f") else 16
     if weights == "int4":
         return 16
+    if weights == "bf16_pairs":
+        return 32
     return 64 if has_feature("avx512f") else 32
 
 
@@ -60,6 +67,8 @@ def product_tile(weights: str) -> tuple[int, int]:
         return (8, 2) if has_feature("avx512f") else (4, 1)
     if weights == "int4":
         return (4, 1)
+    if weights == "bf16_pairs":
+        return (12, 2)
     return (6, 4) if has_feature("avx512f") else (6, 1)
 
 

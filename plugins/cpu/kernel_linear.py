@@ -3,7 +3,8 @@
 With bf16 or fp32 weights, rows are fp32, and every element is one chain of fused multiply-adds in order of depth,
 whatever the number of rows and of threads. Results are not rounded to bf16: a logit of 20 would be off by up to 0.06,
 and the best two tokens are often closer. With int8 weights, rows are what ``quantized.py`` describes, and sums are
-exact. With int4 weights, rows and panels are what ``grouped.py`` describes.
+exact. With int4 weights, rows and panels are what ``grouped.py`` describes. ``bf16_pairs`` are bf16 weights in pairs
+along the depth with rows of bf16, see ``pair_tile.py``.
 
 Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]``, the last one padded with zeros.
 A panel stays in the cache while a block of rows passes over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a
@@ -17,6 +18,7 @@ from trtcb.plugins.cpu import grouped, quantized
 from trtcb.plugins.cpu.byte_product import define_byte_product
 from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
 from trtcb.plugins.cpu.group_tile import GroupSpec, define_group_tile
+from trtcb.plugins.cpu.pair_tile import PairSpec, define_pair_tile
 from trtcb.plugins.cpu.simd import jit, load_f32, read_f32, read_i64, stack, store_f32, write_f32
 from trtcb.plugins.cpu.streams import Streams
 from trtcb.plugins.cpu.tile import TileSpec, define_tile
@@ -34,13 +36,14 @@ MATRIX_ROWS = 0
 
 IS_INT8 = WEIGHTS == "int8"
 IS_INT4 = WEIGHTS == "int4"
-WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0}[WEIGHTS]  # of one alone
+IS_PAIRS = WEIGHTS == "bf16_pairs"
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "bf16_pairs": 2, "int8": 1, "int4": 0}[WEIGHTS]  # of one alone
 if IS_INT4:
     X_BYTES, PANEL_BYTES = grouped.row_bytes(DEPTH), DEPTH // grouped.GROUP * grouped.WEIGHT_BYTES * PANEL
 elif IS_INT8:
     X_BYTES, PANEL_BYTES = quantized.row_bytes(DEPTH), quantized.panel_bytes(DEPTH, PANEL)
 else:
-    X_BYTES, PANEL_BYTES = 4 * DEPTH, WEIGHT_BYTES * DEPTH * PANEL
+    X_BYTES, PANEL_BYTES = (2 if IS_PAIRS else 4) * DEPTH, WEIGHT_BYTES * DEPTH * PANEL
 NUM_PANELS = -(-WIDTH // PANEL)
 NUM_WHOLE = WIDTH // PANEL
 LARGE = ROWS
@@ -57,6 +60,8 @@ def define_single_row(streams: Streams):  # type: ignore[no-untyped-def]  # noqa
         return define_group_tile(GroupSpec(1, PANEL, DEPTH, X_BYTES, WIDTH, streams=streams))
     if IS_INT8:
         return define_dot_tile(DotSpec(1, PANEL // LANES, DEPTH, X_BYTES, WIDTH, streams=streams))
+    if IS_PAIRS:
+        return define_pair_tile(PairSpec(1, PANEL // LANES, DEPTH, WIDTH, streams=streams))
     return define_tile(TileSpec(1, PANEL // LANES, WEIGHTS, DEPTH, PANEL, WIDTH, streams=streams))
 
 
@@ -69,6 +74,8 @@ def define_product(rows: int, columns: int, c_stride: int, *, fetch: bool):  # t
         fetched = 4 * PANEL if fetch else 0
         return define_dot_tile(DotSpec(rows, vectors, DEPTH, X_BYTES, c_stride, fetched))
     fetched = WEIGHT_BYTES * PANEL if fetch else 0
+    if IS_PAIRS:
+        return define_pair_tile(PairSpec(rows, vectors, DEPTH, c_stride, 2 * fetched))
     return define_tile(TileSpec(rows, vectors, WEIGHTS, DEPTH, PANEL, c_stride, prefetch_bytes=fetched))
 
 

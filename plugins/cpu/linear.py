@@ -1,6 +1,5 @@
 """Products with a weight on the CPU: bf16 and fp32 weights times fp32 rows, int8 and int4 ones times quantised rows."""
 
-from collections.abc import Collection
 from typing import Any, Literal
 
 import numba
@@ -22,7 +21,7 @@ MATRIX_ROWS = 8
 class PackedLinear:
     """Packed weights and the kernel for their shape. ``weight`` is ``[N, K]`` bf16, fp32 or int8 and not kept.
 
-    With ``rows="bf16"`` rows are bf16, too, and weights must be: only where :func:`takes_bf16_rows`.
+    With ``rows="bf16"`` rows are bf16, too, and weights must be: only where ``isa.multiplies_bf16_pairs``.
 
     K must be even; of int8 weights, which have a scale a row ``[N]``, a multiple of 16. Int4 weights are the three
     arrays of :class:`~trtcb.plugins.cpu.grouped.Int4Weight`. A row's result does not depend on how many others there
@@ -49,7 +48,7 @@ class PackedLinear:
             self._panels = pack_groups(Int4Weight(weight, scale, zero), panel_columns(weights), memory)
         else:
             weights = {1: "int8", 2: "bf16", 4: "fp32"}[weight.dtype.itemsize]
-            columns = panel_columns(weights) if rows is None else matrix_unit.PANEL
+            columns = panel_columns(weights if rows is None else "bf16_pairs")
             self._panels = pack_panels(weight, scale, columns, memory, self._num_threads, in_pairs=rows is not None)
         self._kernel = compile_linear(width, depth, weights, rows=rows, on_progress=on_progress)
 
@@ -75,9 +74,9 @@ class PackedLinear:
             self._launch(self.kernel, self._num_threads, x, self.panels, out, num_rows, *(0,) * 8)
 
 
-def takes_bf16_rows(depths: Collection[int]) -> bool:
-    """Whether bf16 weights of these depths may be multiplied with rows of bf16, which a matrix unit does fastest."""
-    return matrix_unit.is_usable() and not any(depth % matrix_unit.BF16_DEPTH for depth in depths)
+def _suits_matrix_unit(depth: int) -> bool:
+    """Whether the matrix unit multiplies bf16 rows of this depth: what is left over must fill tiles."""
+    return matrix_unit.is_usable() and depth % matrix_unit.BF16_DEPTH == 0
 
 
 def compile_linear(
@@ -92,13 +91,15 @@ def compile_linear(
 
     Raises ``UsageError`` for int8 weights whose sums could overflow: no model is that wide.
     """
-    if rows == "bf16":
+    if rows == "bf16" and _suits_matrix_unit(depth):
         constants: dict[str, object] = {"DEPTH": depth, "WIDTH": width}
         return compile_kernels("kernel_matrix_linear", constants, on_progress)["linear"]
     if weights == "int8" and depth > MAX_DEPTH:
         raise UsageError(
             f"Int8 products add at most {MAX_DEPTH:,} elements, and this model has {depth:,}: use --weight-dtype bf16."
         )
+    if rows == "bf16":
+        weights = "bf16_pairs"
     tile_rows, vectors = product_tile(weights)
     constants = {
         "DEPTH": depth,

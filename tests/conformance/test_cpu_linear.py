@@ -4,8 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from trtcb.plugins.cpu import isa, matrix_unit
+from trtcb.plugins.cpu import linear as linear_module
 from trtcb.plugins.cpu.isa import panel_columns
-from trtcb.plugins.cpu.linear import PackedLinear, takes_bf16_rows
+from trtcb.plugins.cpu.linear import PackedLinear
 
 PANEL = panel_columns("fp32")
 
@@ -55,12 +57,19 @@ def test_no_rows_are_no_work():
     assert product(PackedLinear(np.ones((PANEL, 32), np.float32)), np.zeros((0, 32), np.float32), PANEL).shape[0] == 0
 
 
-@pytest.mark.skipif(not takes_bf16_rows([32]), reason="this processor has no matrix unit")
-class TestMatrixUnit:
-    """Products of bf16 rows: the same bits for a row alone as among others, denormal numbers left aside."""
+@pytest.mark.skipif(not isa.multiplies_bf16_pairs(), reason="this processor does not multiply pairs of bf16")
+class TestRowsOfBf16:
+    """Products of bf16 rows, on the matrix unit and with vectors: the same bits for a row alone as among others."""
+
+    @pytest.fixture(autouse=True, params=["matrix unit", "vectors"])
+    def unit(self, request, monkeypatch):
+        if request.param == "vectors":
+            monkeypatch.setattr(linear_module, "_suits_matrix_unit", lambda depth: False)
+        elif not matrix_unit.is_usable():
+            pytest.skip("this processor has no matrix unit")
 
     @pytest.mark.parametrize("width", [31, 32, 64, 99])
-    @pytest.mark.parametrize("depth", [32, 96, 576])
+    @pytest.mark.parametrize("depth", [32, 48, 576])
     def test_sums_are_fp32_whatever_the_batch(self, width, depth):
         rng = np.random.default_rng(0)
         weight = rng.normal(size=(width, depth)).astype(ml_dtypes.bfloat16)
@@ -90,6 +99,3 @@ class TestMatrixUnit:
         for _ in range(20):
             product(linear, np.ones((18, 32), ml_dtypes.bfloat16), 33)
             assert torch.equal(torch.nn.functional.linear(x, weight), expected)
-
-    def test_depths_that_do_not_fill_tiles_are_left_to_vectors(self):
-        assert not takes_bf16_rows([32, 48])
