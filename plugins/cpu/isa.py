@@ -58,7 +58,7 @@ def product_tile(weights: str) -> tuple[int, int]:
     if weights == "int8":
         return (8, 2) if has_feature("avx512f") else (4, 1)
     if weights == "int4":
-        return (4, 1)
+        return (12, 1) if has_feature("avx512vnni") else (4, 1)
     return (6, 4) if has_feature("avx512f") else (6, 1)
 
 

@@ -3,7 +3,8 @@
 With bf16 or fp32 weights, rows are fp32, and every element is one chain of fused multiply-adds in order of depth,
 whatever the number of rows and of threads. Nothing is rounded to bf16: a logit of 20 would be off by up to 0.06, and
 the best two tokens are often closer. With int8 weights, rows are what ``quantized.py`` describes, and sums are exact.
-With int4 weights, rows and panels are what ``grouped.py`` describes.
+With int4 weights, rows and panels are what ``grouped.py`` describes; ``MATRIX_ROWS`` of them and more are multiplied by
+the matrix unit, where that is not 0.
 
 Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]`` (int8: ``[panel, depth / 4,
 columns, 4]`` and the columns' scales), the last one padded with zeros. A panel stays in the cache while a block of rows
@@ -13,7 +14,9 @@ rows of a block, and the panels of a part, stay in the next cache. A row alone r
 
 from trtcb.plugins.cpu import grouped, quantized
 from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
-from trtcb.plugins.cpu.group_tile import GroupSpec, define_group_tile
+from trtcb.plugins.cpu.group_matrix import define_matrix_product
+from trtcb.plugins.cpu.group_spec import GroupSpec
+from trtcb.plugins.cpu.group_tile import define_group_tile
 from trtcb.plugins.cpu.simd import jit, load_f32, read_f32, read_i64, stack, store_f32, write_f32
 from trtcb.plugins.cpu.streams import Streams
 from trtcb.plugins.cpu.tile import TileSpec, define_tile
@@ -26,6 +29,7 @@ WEIGHTS = "bf16"
 PANEL = 64
 ROWS = 6
 VECTORS = 4
+MATRIX_ROWS = 0
 # --- end of constants ---
 
 IS_INT8 = WEIGHTS == "int8"
@@ -98,6 +102,15 @@ edge_row = define_product(1, PANEL, PANEL, fetch=False)
 edge_columns = stack(PANEL * 4)
 
 
+if MATRIX_ROWS:
+    multiply_many_rows = define_matrix_product(DEPTH, WIDTH)
+else:
+
+    @jit
+    def multiply_many_rows(x: int, panels: int, out: int, num_rows: int, first: int, end: int) -> None:
+        """Never called."""
+
+
 @jit
 def large_tile(x: int, panel: int, out: int, is_first: int) -> None:
     """``LARGE`` rows of one panel, piece by piece."""
@@ -158,6 +171,9 @@ def linear(arguments: int, part: int, parts: int) -> None:
     first, end = NUM_PANELS * part // parts, NUM_PANELS * (part + 1) // parts
     if num_rows == 1:
         multiply_single_row(x, panels, out, first, min(end, NUM_WHOLE))
+        first = NUM_WHOLE
+    elif MATRIX_ROWS and num_rows >= MATRIX_ROWS:
+        multiply_many_rows(x, panels, out, num_rows, first, min(end, NUM_WHOLE))
         first = NUM_WHOLE
     for start in range(0, num_rows, BLOCK):
         rows, count = x + start * X_BYTES, min(BLOCK, num_rows - start)
