@@ -5,7 +5,7 @@ Rows of A and the panel B are what ``grouped.py`` describes. With ``sum`` a grou
     C = fma(zero, row scale * sum of the row's codes, fma(float(sum), scale * row scale, C))
 
 Every element of C is one such chain in order of depth, so neither the shape of a tile nor the instructions change a
-bit.
+bit: plain ones and AVX2's are here, those of AVX-512 in ``group_wide_tile.py``.
 """
 
 import platform
@@ -18,7 +18,7 @@ import llvmlite.ir as ir
 from trtcb.plugins.cpu.group_spec import GroupSpec
 from trtcb.plugins.cpu.group_wide_tile import emit_wide_tile
 from trtcb.plugins.cpu.grouped import CODE_BYTES, GROUP, WEIGHT_BYTES
-from trtcb.plugins.cpu.isa import has_feature
+from trtcb.plugins.cpu.isa import has_feature, has_wide_dots
 from trtcb.plugins.cpu.vector_ir import (
     F16,
     F32,
@@ -47,7 +47,7 @@ _FLOATS = ir.VectorType(F32, _HALF)
 
 def define_group_tile(spec: GroupSpec) -> Callable[[int, int, int, int, int], None]:
     """Make ``tile(a, b, c, depth, prefetch)`` with the parameters of :func:`~trtcb.plugins.cpu.tile.define_tile`."""
-    emit = emit_wide_tile if has_feature("avx512vnni") else _emit_tile
+    emit = emit_wide_tile if has_wide_dots() else _emit_tile
     return define_outlined(spec.symbol, 5, partial(emit, spec))
 
 

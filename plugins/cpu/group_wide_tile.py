@@ -51,7 +51,7 @@ def emit_wide_tile(
     panels = [(builder.add(panel, offset), v) for panel, _ in streams for v in vectors]
     sums: list[Value] = [constant(I32, 0)] * len(cells)
     for chunk in range(CODE_BYTES // 4):
-        halves = [emit_halves(builder, panel, chunk * spec.columns + v * LANES) for panel, v in panels]
+        halves = [_emit_halves(builder, panel, chunk * spec.columns + v * LANES) for panel, v in panels]
         for row in range(spec.rows):
             for half in range(2):
                 factors = _emit_factors(builder, codes, row * spec.a_stride + half * CODE_BYTES + 4 * chunk)
@@ -59,11 +59,11 @@ def emit_wide_tile(
                     at = row * len(panels) + index
                     sums[at] = _emit_dots(builder, sums[at], weights[half], factors)
     values = []
-    scales, zeros = zip(*(emit_scales(builder, panel, spec.columns, v) for panel, v in panels), strict=True)
+    scales, zeros = zip(*(_emit_scales(builder, panel, spec.columns, v) for panel, v in panels), strict=True)
     for at, (row, _, _) in enumerate(cells):
         index = at % len(panels)
-        row_factors = emit_row_factors(builder, spec, a, row, group)
-        values.append(emit_link(builder, chains[at], sums[at], (scales[index], zeros[index]), row_factors))
+        row_factors = _emit_row_factors(builder, spec, a, row, group)
+        values.append(_emit_link(builder, chains[at], sums[at], (scales[index], zeros[index]), row_factors))
     spec.streams.fetch_ahead(builder, [panel for panel, _ in streams], group, WEIGHT_BYTES * spec.columns)
     if spec.fetch:
         emit_prefetch(builder, prefetch, group, WEIGHT_BYTES * spec.columns)
@@ -82,24 +82,21 @@ def emit_wide_tile(
     builder.ret_void()
 
 
-# --- also of other tiles of 16 columns --------------------------------------------------------------------------------
-
-
-def emit_halves(builder: Builder, codes: Value, place: int) -> tuple[Value, Value]:
+def _emit_halves(builder: Builder, codes: Value, place: int) -> tuple[Value, Value]:
     """The low and the high codes of four bytes of 16 columns; ``place`` counts columns of four bytes."""
     pointer = emit_pointer(builder, codes, ir.Constant(I64, place), I32, INTEGERS)
     packed, low = builder.load(pointer, align=4), constant(I32, 0x0F0F0F0F)
     return builder.and_(packed, low), builder.and_(builder.lshr(packed, constant(I32, 4)), low)
 
 
-def emit_scales(builder: Builder, codes: Value, columns: int, vector: int) -> tuple[Value, Value]:
+def _emit_scales(builder: Builder, codes: Value, columns: int, vector: int) -> tuple[Value, Value]:
     """Scales and zeros of 16 columns, from behind a group's codes."""
     factors = builder.add(codes, ir.Constant(I64, CODE_BYTES * columns))
     first, second = (emit_load_f16(builder, factors, ir.Constant(I64, p * columns + vector * LANES)) for p in range(2))
     return first, second
 
 
-def emit_row_factors(builder: Builder, spec: GroupSpec, a: Value, row: int, group: Value) -> tuple[Value, Value]:
+def _emit_row_factors(builder: Builder, spec: GroupSpec, a: Value, row: int, group: Value) -> tuple[Value, Value]:
     """A row's scale and its scaled sum of codes, for all columns."""
     factors = []
     for part in range(2):
@@ -109,7 +106,7 @@ def emit_row_factors(builder: Builder, spec: GroupSpec, a: Value, row: int, grou
     return factors[0], factors[1]
 
 
-def emit_link(
+def _emit_link(
     builder: Builder, chain: Value, total: Value, column: tuple[Value, Value], row: tuple[Value, Value]
 ) -> Value:
     """Take a chain one group further, with the scale and zero of the columns, and the scale and scaled sum of a row."""

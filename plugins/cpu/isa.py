@@ -32,6 +32,11 @@ def has_feature(name: str) -> bool:
     return f"+{name}" in _target()[2].split(",")
 
 
+def has_wide_dots() -> bool:
+    """Whether 64 bytes without a sign are multiplied by ones with it, and added up in fours, at once."""
+    return has_feature("avx512f") and has_feature("avx512vnni")
+
+
 def accumulators() -> int:
     """How many 16-lane fp32 accumulators fit in registers beside the operands of a tile. Speed only, never bits."""
     if has_feature("avx512f"):
@@ -58,7 +63,7 @@ def product_tile(weights: str) -> tuple[int, int]:
     if weights == "int8":
         return (8, 2) if has_feature("avx512f") else (4, 1)
     if weights == "int4":
-        return (12, 1) if has_feature("avx512vnni") else (4, 1)
+        return (12, 1) if has_wide_dots() else (4, 1)
     return (6, 4) if has_feature("avx512f") else (6, 1)
 
 

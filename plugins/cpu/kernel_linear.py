@@ -3,8 +3,7 @@
 With bf16 or fp32 weights, rows are fp32, and every element is one chain of fused multiply-adds in order of depth,
 whatever the number of rows and of threads. Nothing is rounded to bf16: a logit of 20 would be off by up to 0.06, and
 the best two tokens are often closer. With int8 weights, rows are what ``quantized.py`` describes, and sums are exact.
-With int4 weights, rows and panels are what ``grouped.py`` describes; ``MATRIX_ROWS`` of them and more are multiplied by
-the matrix unit, where that is not 0.
+With int4 weights, rows and panels are what ``grouped.py`` describes.
 
 Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]`` (int8: ``[panel, depth / 4,
 columns, 4]`` and the columns' scales), the last one padded with zeros. A panel stays in the cache while a block of rows
@@ -14,9 +13,9 @@ rows of a block, and the panels of a part, stay in the next cache. A row alone r
 
 from trtcb.plugins.cpu import grouped, quantized
 from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
-from trtcb.plugins.cpu.group_matrix import define_matrix_product
 from trtcb.plugins.cpu.group_spec import GroupSpec
 from trtcb.plugins.cpu.group_tile import define_group_tile
+from trtcb.plugins.cpu.isa import has_wide_dots
 from trtcb.plugins.cpu.simd import jit, load_f32, read_f32, read_i64, stack, store_f32, write_f32
 from trtcb.plugins.cpu.streams import Streams
 from trtcb.plugins.cpu.tile import TileSpec, define_tile
@@ -29,7 +28,6 @@ WEIGHTS = "bf16"
 PANEL = 64
 ROWS = 6
 VECTORS = 4
-MATRIX_ROWS = 0
 # --- end of constants ---
 
 IS_INT8 = WEIGHTS == "int8"
@@ -73,10 +71,12 @@ def define_product(rows: int, columns: int, c_stride: int, *, fetch: bool):  # t
 
 
 def define_group_product(rows: int, c_stride: int, *, fetch: bool):  # type: ignore[no-untyped-def]  # noqa: ANN201
-    """Make the same of int4 weights, whose tile adds to its results group after group.
+    """Make the same of int4 weights, whose tile may add to its results in memory, group after group.
 
     They lie side by side meanwhile: rows that are some multiple of 4,096 bytes apart would get in each other's way.
     """
+    if has_wide_dots():
+        return define_group_tile(GroupSpec(rows, PANEL, DEPTH, X_BYTES, c_stride, fetch))
     tile = define_group_tile(GroupSpec(rows, PANEL, DEPTH, X_BYTES, PANEL, fetch))
     gathered = stack(rows * PANEL * 4)
 
@@ -100,15 +100,6 @@ first_row = define_product(1, PANEL, WIDTH, fetch=True)
 more_row = define_product(1, PANEL, WIDTH, fetch=False)
 edge_row = define_product(1, PANEL, PANEL, fetch=False)
 edge_columns = stack(PANEL * 4)
-
-
-if MATRIX_ROWS:
-    multiply_many_rows = define_matrix_product(DEPTH, WIDTH)
-else:
-
-    @jit
-    def multiply_many_rows(x: int, panels: int, out: int, num_rows: int, first: int, end: int) -> None:
-        """Never called."""
 
 
 @jit
@@ -138,6 +129,12 @@ def whole_panel(x: int, panel: int, out: int, num_rows: int) -> None:
     while row + MEDIUM <= num_rows:
         more_medium(x + row * X_BYTES, panel, out + row * WIDTH * 4, DEPTH, panel)
         row += MEDIUM
+    if (
+        num_rows > MEDIUM and row + 1 < num_rows
+    ):  # the last rows with some before them again: bits stay, two rows cost more
+        last = num_rows - MEDIUM
+        more_medium(x + last * X_BYTES, panel, out + last * WIDTH * 4, DEPTH, panel)
+        row = num_rows
     while row < num_rows:
         more_row(x + row * X_BYTES, panel, out + row * WIDTH * 4, DEPTH, panel)
         row += 1
@@ -171,9 +168,6 @@ def linear(arguments: int, part: int, parts: int) -> None:
     first, end = NUM_PANELS * part // parts, NUM_PANELS * (part + 1) // parts
     if num_rows == 1:
         multiply_single_row(x, panels, out, first, min(end, NUM_WHOLE))
-        first = NUM_WHOLE
-    elif MATRIX_ROWS and num_rows >= MATRIX_ROWS:
-        multiply_many_rows(x, panels, out, num_rows, first, min(end, NUM_WHOLE))
         first = NUM_WHOLE
     for start in range(0, num_rows, BLOCK):
         rows, count = x + start * X_BYTES, min(BLOCK, num_rows - start)

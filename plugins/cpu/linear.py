@@ -7,9 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtcb.errors import UsageError
-from trtcb.plugins.cpu import matrix_unit
 from trtcb.plugins.cpu.arena import Arena
-from trtcb.plugins.cpu.group_matrix import MIN_ROWS
 from trtcb.plugins.cpu.grouped import Int4Weight, pack_groups
 from trtcb.plugins.cpu.isa import panel_columns, product_tile
 from trtcb.plugins.cpu.quantized import MAX_DEPTH
@@ -85,7 +83,6 @@ def compile_linear(width: int, depth: int, weights: str, *, on_progress: Progres
         "PANEL": panel_columns(weights),
         "ROWS": rows,
         "VECTORS": vectors,
-        "MATRIX_ROWS": MIN_ROWS if weights == "int4" and matrix_unit.is_usable() else 0,
     }
     return compile_kernels("kernel_linear", constants, on_progress)["linear"]
 

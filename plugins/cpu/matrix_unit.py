@@ -70,32 +70,21 @@ def enter(saved: int, rows: int) -> None:
 
     Other libraries on the same thread count on finding their own configuration again, so :func:`leave` restores it.
     """
-    enter_depth(saved, rows, ROW_BYTES)
-
-
-@jit
-def enter_depth(saved: int, rows: int, depth: int) -> None:
-    """The same for products of ``depth`` bytes, a multiple of 4: rows of A have so many, and B a fourth as many rows."""
     _store_configuration(saved)
-    _configure(rows, depth)
+    configure(rows)
 
 
 @jit
 def configure(rows: int) -> None:
     """Change the number of rows of A and C; what tiles hold is lost. Only after :func:`enter`."""
-    _configure(rows, ROW_BYTES)
-
-
-@jit
-def _configure(rows: int, depth: int) -> None:
     configuration = _configuration()
     write_i64(configuration, 0, 1)  # palette
     write_i64(configuration, 1, 0)
     write_i64(configuration, 2, 0x0040_0040_0040_0040)  # bytes of a row, 16 bits a tile
-    write_i64(configuration, 3, 0x0040_0040_0000_0000 + depth * 0x0001_0001)
+    write_i64(configuration, 3, 0x0040_0040_0040_0040)
     write_i64(configuration, 4, 0)
     write_i64(configuration, 5, 0)
-    write_i64(configuration, 6, rows * 0x0101_0101_0101 + (depth // 4 * 0x0101 << 48))  # rows, 8 bits a tile
+    write_i64(configuration, 6, rows * 0x0101_0101_0101 + (0x1010 << 48))  # rows, 8 bits a tile
     write_i64(configuration, 7, 0)
     _load_configuration(configuration)
 
@@ -136,11 +125,6 @@ def emit_bf16_product(builder: Builder, c: int, a: int, b: int) -> None:
 def emit_byte_product(builder: Builder, c: int, a: int, b: int) -> None:
     """``C += A @ B`` with unsigned bytes in A and signed ones in B; B has fours of bytes along the depth."""
     _call(builder, "tdpbusd", *(ir.Constant(I8, tile) for tile in (c, a, b)))
-
-
-def emit_mixed_product(builder: Builder, c: int, a: int, b: int) -> None:
-    """The same with signed bytes in A and unsigned ones in B."""
-    _call(builder, "tdpbsud", *(ir.Constant(I8, tile) for tile in (c, a, b)))
 
 
 def _call(builder: Builder, name: str, *arguments: Value) -> None:
