@@ -45,7 +45,7 @@ LARGE = ROWS
 PIECE = VECTORS * LANES  # columns of a large tile; all of them where weights are quantised
 MEDIUM = max(1, LARGE // 3)
 BLOCK = max(1, (160 << 10) // X_BYTES // LARGE) * LARGE  # rows
-STREAMS = 2  # panels that a single row is multiplied with at once; four are no faster
+STREAMS = 4 if IS_INT4 and has_wide_dots() else 2  # panels that a single row is multiplied with at once
 AHEAD = 4096  # bytes between what is multiplied and what is fetched: hides the latency of main memory
 
 
@@ -129,9 +129,7 @@ def whole_panel(x: int, panel: int, out: int, num_rows: int) -> None:
     while row + MEDIUM <= num_rows:
         more_medium(x + row * X_BYTES, panel, out + row * WIDTH * 4, DEPTH, panel)
         row += MEDIUM
-    if (
-        num_rows > MEDIUM and row + 1 < num_rows
-    ):  # the last rows with some before them again: bits stay, two rows cost more
+    if row + 1 < num_rows and num_rows > MEDIUM:  # with rows before them, which get the same bits again: it is faster
         last = num_rows - MEDIUM
         more_medium(x + last * X_BYTES, panel, out + last * WIDTH * 4, DEPTH, panel)
         row = num_rows
