@@ -7,8 +7,9 @@ With int4 weights, rows and panels are what ``grouped.py`` describes.
 
 Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]`` (int8: ``[panel, depth / 4,
 columns, 4]`` and the columns' scales), the last one padded with zeros. A panel stays in the cache while a block of rows
-passes over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a large tile may cover some of its columns only. The
-rows of a block, and the panels of a part, stay in the next cache. A row alone reads panels in several streams.
+passes over it, in tiles of ``LARGE``, ``MEDIUM``, ``SMALL`` and single rows; a large tile may cover some of its columns
+only. The rows of a block, and the panels of a part, stay in the next cache. A row alone reads panels in several
+streams.
 """
 
 from trtcb.plugins.cpu import grouped, quantized
@@ -44,6 +45,7 @@ NUM_WHOLE = WIDTH // PANEL
 LARGE = ROWS
 PIECE = VECTORS * LANES  # columns of a large tile; all of them where weights are quantised
 MEDIUM = max(1, LARGE // 3)
+SMALL = min(2, MEDIUM)
 BLOCK = max(1, (160 << 10) // X_BYTES // LARGE) * LARGE  # rows
 STREAMS = 4 if IS_INT4 and has_wide_dots() else 2  # panels that a single row is multiplied with at once
 AHEAD = 4096  # bytes between what is multiplied and what is fetched: hides the latency of main memory
@@ -96,6 +98,7 @@ first_large = define_product(LARGE, PIECE, WIDTH, fetch=True)
 more_large = define_product(LARGE, PIECE, WIDTH, fetch=False)
 first_medium = define_product(MEDIUM, PANEL, WIDTH, fetch=True)
 more_medium = define_product(MEDIUM, PANEL, WIDTH, fetch=False)
+first_small = define_product(SMALL, PANEL, WIDTH, fetch=True)
 first_row = define_product(1, PANEL, WIDTH, fetch=True)
 more_row = define_product(1, PANEL, WIDTH, fetch=False)
 edge_row = define_product(1, PANEL, PANEL, fetch=False)
@@ -117,9 +120,12 @@ def large_tile(x: int, panel: int, out: int, is_first: int) -> None:
 def whole_panel(x: int, panel: int, out: int, num_rows: int) -> None:
     """All rows' columns of one panel; ``out`` is the address of the first row's first."""
     row = 0
-    if num_rows < MEDIUM:
+    if num_rows < SMALL:
         first_row(x, panel, out, DEPTH, panel + AHEAD)
         row = 1
+    elif num_rows < MEDIUM:
+        first_small(x, panel, out, DEPTH, panel + AHEAD)
+        row = SMALL
     elif num_rows < LARGE:
         first_medium(x, panel, out, DEPTH, panel + AHEAD)
         row = MEDIUM
