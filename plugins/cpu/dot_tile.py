@@ -28,6 +28,7 @@ from trtcb.plugins.cpu.vector_ir import (
     Value,
     constant,
     define_outlined,
+    emit_byte_dots,
     emit_intrinsic,
     emit_pointer,
     emit_prefetch,
@@ -89,9 +90,6 @@ class _Planes:
 
     num_sums = 2
 
-    def __init__(self, emit_dot: Callable[[Builder, Value, Value, Value], Value]) -> None:
-        self._emit_dot = emit_dot
-
     def add(
         self, builder: Builder, spec: DotSpec, row: Value, step: Value, weights: list[Value], sums: list[Value]
     ) -> list[Value]:
@@ -102,7 +100,7 @@ class _Planes:
             codes = emit_pointer(builder, builder.add(row, ir.Constant(I64, plane)), place, I8, I32)
             planes.append(emit_splat(builder, builder.load(codes, align=1)))
         return [
-            self._emit_dot(builder, sums[2 * column + which], planes[which], weight)
+            emit_byte_dots(builder, sums[2 * column + which], planes[which], weight)
             for column, weight in enumerate(weights)
             for which in (0, 1)
         ]
@@ -116,7 +114,7 @@ class _Planes:
 def _form() -> _Pairs | _Planes:
     """What suits the processor; rows are stored accordingly, see ``isa.multiplies_bytes``."""
     if multiplies_bytes():
-        return _Planes(_emit_byte_dot)
+        return _Planes()
     is_avx2 = platform.machine() in ("x86_64", "AMD64") and has_feature("avx2")
     return _Pairs(_emit_pair_dots if is_avx2 else _emit_dots)
 
@@ -195,11 +193,6 @@ def _emit_pair_dots(builder: Builder, weights: list[Value], codes: Value) -> lis
         even, odd = builder.ashr(builder.shl(wide, eight), eight), builder.ashr(wide, eight)
         products.append(builder.add(_pmadd(builder, even, pairs[0]), _pmadd(builder, odd, pairs[1])))
     return products
-
-
-def _emit_byte_dot(builder: Builder, total: Value, codes: Value, weight: Value) -> Value:
-    """Add, in every lane, four products of bytes: of a row's without a sign and a weight's with one."""
-    return emit_intrinsic(builder, "llvm.x86.avx512.vpdpbusd.512", INTEGERS, [total, codes, weight])
 
 
 def _pmadd(builder: Builder, x: Value, y: Value) -> Value:

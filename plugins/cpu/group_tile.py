@@ -5,20 +5,20 @@ Rows of A and the panel B are what ``grouped.py`` describes. With ``sum`` a grou
     C = fma(zero, row scale * sum of the row's codes, fma(float(sum), scale * row scale, C))
 
 Every element of C is one such chain in order of depth, so neither the shape of a tile nor the instructions change a
-bit.
+bit: plain ones and AVX2's are here, those of AVX-512 in ``group_wide_tile.py``.
 """
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import llvmlite.ir as ir
 
+from trtcb.plugins.cpu.group_spec import GroupSpec
+from trtcb.plugins.cpu.group_wide_tile import emit_wide_tile
 from trtcb.plugins.cpu.grouped import CODE_BYTES, GROUP, WEIGHT_BYTES
-from trtcb.plugins.cpu.isa import has_feature
-from trtcb.plugins.cpu.streams import ONE_STREAM, Streams
+from trtcb.plugins.cpu.isa import has_feature, multiplies_bytes
 from trtcb.plugins.cpu.vector_ir import (
     F16,
     F32,
@@ -45,42 +45,10 @@ _INTS = ir.VectorType(I32, _HALF)
 _FLOATS = ir.VectorType(F32, _HALF)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """Shape of a tile: ``columns`` is a multiple of 16; ``c_stride`` counts elements between rows of C (fp32).
-
-    With ``fetch``, what the tile reads is fetched ahead, from the address given at the call. With several ``streams``,
-    ``columns`` are those of each.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    a_stride: int
-    c_stride: int
-    fetch: bool = False
-    streams: Streams = ONE_STREAM
-
-    @property
-    def vectors(self) -> int:
-        """Columns of a panel in vectors of 8."""
-        return self.columns // _HALF
-
-    @property
-    def all_vectors(self) -> int:
-        """The same of all streams."""
-        return self.vectors * self.streams.count
-
-    @property
-    def symbol(self) -> str:
-        """Name of the function in a module."""
-        strides = f"{self.a_stride}_{self.c_stride}_{int(self.fetch)}"
-        return f"group_{self.rows}x{self.streams.count}x{self.columns}_{self.depth}_{strides}"
-
-
 def define_group_tile(spec: GroupSpec) -> Callable[[int, int, int, int, int], None]:
     """Make ``tile(a, b, c, depth, prefetch)`` with the parameters of :func:`~trtcb.plugins.cpu.tile.define_tile`."""
-    return define_outlined(spec.symbol, 5, partial(_emit_tile, spec))
+    emit = emit_wide_tile if multiplies_bytes() else _emit_tile
+    return define_outlined(spec.symbol, 5, partial(emit, spec))
 
 
 def _emit_tile(spec: GroupSpec, builder: Builder, a: Value, b: Value, c: Value, depth: Value, prefetch: Value) -> None:

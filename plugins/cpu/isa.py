@@ -32,8 +32,11 @@ def has_feature(name: str) -> bool:
 
 
 def multiplies_bytes() -> bool:
-    """Whether products of int8 weights take rows of codes as planes of bytes (``quantized.py``). Speed only."""
-    return has_feature("avx512vnni")
+    """Whether 64 bytes without a sign are multiplied by ones with it, and added up in fours, at once.
+
+    Rows for int8 weights are planes of bytes then (``quantized.py``). Speed only, never bits.
+    """
+    return has_feature("avx512f") and has_feature("avx512vnni")
 
 
 def multiplies_bf16_pairs() -> bool:
@@ -66,7 +69,7 @@ def product_tile(weights: str) -> tuple[int, int]:
             return (6, 2)  # two accumulators each
         return (8, 2) if has_feature("avx512f") else (4, 1)
     if weights == "int4":
-        return (4, 1)
+        return (12, 1) if multiplies_bytes() else (4, 1)
     if weights == "bf16_pairs":
         return (12, 2)
     return (6, 4) if has_feature("avx512f") else (6, 1)

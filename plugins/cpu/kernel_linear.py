@@ -7,9 +7,9 @@ exact. With int4 weights, rows and panels are what ``grouped.py`` describes. ``b
 along the depth with rows of bf16, see ``pair_tile.py``.
 
 Weights are packed in panels of a few vectors of columns, ``[panel, depth, columns]``, the last one padded with zeros.
-A panel stays in the cache while a block of rows passes over it, in tiles of ``LARGE``, ``MEDIUM`` and single rows; a
-large tile may cover some of its columns only. The rows of a block, and the panels of a part, stay in the next cache. A
-row alone reads panels in several streams.
+A panel stays in the cache while a block of rows passes over it, in tiles of ``LARGE``, ``MEDIUM``, ``SMALL`` and single
+rows; a large tile may cover some of its columns only. The rows of a block, and the panels of a part, stay in the next
+cache. A row alone reads panels in several streams.
 
 From ``MATRIX_ROWS`` rows on (0: never) the matrix unit multiplies, which of int8 gives the same sums.
 """
@@ -17,7 +17,9 @@ From ``MATRIX_ROWS`` rows on (0: never) the matrix unit multiplies, which of int
 from trtcb.plugins.cpu import grouped, quantized
 from trtcb.plugins.cpu.byte_product import define_byte_product
 from trtcb.plugins.cpu.dot_tile import DotSpec, define_dot_tile
-from trtcb.plugins.cpu.group_tile import GroupSpec, define_group_tile
+from trtcb.plugins.cpu.group_spec import GroupSpec
+from trtcb.plugins.cpu.group_tile import define_group_tile
+from trtcb.plugins.cpu.isa import multiplies_bytes
 from trtcb.plugins.cpu.pair_tile import PairSpec, define_pair_tile
 from trtcb.plugins.cpu.simd import jit, load_f32, read_f32, read_i64, stack, store_f32, write_f32
 from trtcb.plugins.cpu.streams import Streams
@@ -49,8 +51,9 @@ NUM_WHOLE = WIDTH // PANEL
 LARGE = ROWS
 PIECE = VECTORS * LANES  # columns of a large tile; all of them where weights are quantised
 MEDIUM = max(1, LARGE // 3)
+SMALL = min(2, MEDIUM)
 BLOCK = max(1, (160 << 10) // X_BYTES // LARGE) * LARGE  # rows
-STREAMS = 2  # panels that a single row is multiplied with at once; four are no faster
+STREAMS = 4 if IS_INT4 and multiplies_bytes() else 2  # panels that a single row is multiplied with at once
 AHEAD = 4096  # bytes between what is multiplied and what is fetched: hides the latency of main memory
 
 
@@ -80,10 +83,12 @@ def define_product(rows: int, columns: int, c_stride: int, *, fetch: bool):  # t
 
 
 def define_group_product(rows: int, c_stride: int, *, fetch: bool):  # type: ignore[no-untyped-def]  # noqa: ANN201
-    """Make the same of int4 weights, whose tile adds to its results group after group.
+    """Make the same of int4 weights, whose tile may add to its results in memory, group after group.
 
     They lie side by side meanwhile: rows that are some multiple of 4,096 bytes apart would get in each other's way.
     """
+    if multiplies_bytes():
+        return define_group_tile(GroupSpec(rows, PANEL, DEPTH, X_BYTES, c_stride, fetch))
     tile = define_group_tile(GroupSpec(rows, PANEL, DEPTH, X_BYTES, PANEL, fetch))
     gathered = stack(rows * PANEL * 4)
 
@@ -103,6 +108,7 @@ first_large = define_product(LARGE, PIECE, WIDTH, fetch=True)
 more_large = define_product(LARGE, PIECE, WIDTH, fetch=False)
 first_medium = define_product(MEDIUM, PANEL, WIDTH, fetch=True)
 more_medium = define_product(MEDIUM, PANEL, WIDTH, fetch=False)
+first_small = define_product(SMALL, PANEL, WIDTH, fetch=True)
 first_row = define_product(1, PANEL, WIDTH, fetch=True)
 more_row = define_product(1, PANEL, WIDTH, fetch=False)
 edge_row = define_product(1, PANEL, PANEL, fetch=False)
@@ -124,9 +130,12 @@ def large_tile(x: int, panel: int, out: int, is_first: int) -> None:
 def whole_panel(x: int, panel: int, out: int, num_rows: int) -> None:
     """All rows' columns of one panel; ``out`` is the address of the first row's first."""
     row = 0
-    if num_rows < MEDIUM:
+    if num_rows < SMALL:
         first_row(x, panel, out, DEPTH, panel + AHEAD)
         row = 1
+    elif num_rows < MEDIUM:
+        first_small(x, panel, out, DEPTH, panel + AHEAD)
+        row = SMALL
     elif num_rows < LARGE:
         first_medium(x, panel, out, DEPTH, panel + AHEAD)
         row = MEDIUM
@@ -136,6 +145,10 @@ def whole_panel(x: int, panel: int, out: int, num_rows: int) -> None:
     while row + MEDIUM <= num_rows:
         more_medium(x + row * X_BYTES, panel, out + row * WIDTH * 4, DEPTH, panel)
         row += MEDIUM
+    if row + 1 < num_rows and num_rows > MEDIUM:  # with rows before them, which get the same bits again: it is faster
+        last = num_rows - MEDIUM
+        more_medium(x + last * X_BYTES, panel, out + last * WIDTH * 4, DEPTH, panel)
+        row = num_rows
     while row < num_rows:
         more_row(x + row * X_BYTES, panel, out + row * WIDTH * 4, DEPTH, panel)
         row += 1

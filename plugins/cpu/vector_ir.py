@@ -90,6 +90,11 @@ def emit_intrinsic(builder: Builder, name: str, result: Any, arguments: Sequence
     return builder.call(callee, arguments)
 
 
+def emit_byte_dots(builder: Builder, total: Value, unsigned: Value, signed: Value) -> Value:
+    """Add four products of bytes in every lane, of the first without a sign and of the second with one (VNNI)."""
+    return emit_intrinsic(builder, "llvm.x86.avx512.vpdpbusd.512", INTEGERS, [total, unsigned, signed])
+
+
 def define_outlined(symbol: str, num_parameters: int, emit: Callable[..., None]) -> Callable[..., None]:
     """Make a function of int64 parameters for jitted code that exists once in a module, under its own name.
 

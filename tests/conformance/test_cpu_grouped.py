@@ -8,11 +8,13 @@ from numba import cfunc
 
 from trtcb.plugins.cpu import group_tile, grouped
 from trtcb.plugins.cpu.arena import Arena
+from trtcb.plugins.cpu.group_spec import GroupSpec
 from trtcb.plugins.cpu.grouped import GROUP, Int4Weight
 from trtcb.plugins.cpu.linear import PackedLinear
 from trtcb.plugins.cpu.quantizer import Quantizer
 from trtcb.plugins.cpu.simd import JIT_OPTIONS
 from trtcb.plugins.cpu.specialize import KERNEL_SIGNATURE
+from trtcb.plugins.cpu.streams import Streams
 
 
 def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
@@ -97,11 +99,11 @@ def test_a_row_that_is_not_finite_says_so_and_stays_alone(value):
 def test_products_have_numpy_s_bits_whatever_the_batch(width, depth):
     rng = np.random.default_rng(2)
     weight = random_weight(rng, width, depth)
-    rows = quantize(rng.normal(size=(20, depth)).astype(np.float32))
+    rows = quantize(rng.normal(size=(32, depth)).astype(np.float32))
     expected = product(unpacked(rows, depth), weight)
     for num_threads in (1, 2):
         packed = linear(weight, num_threads=num_threads)
-        for start, stop in ((0, 20), *((7, 7 + count) for count in range(1, 13))):
+        for start, stop in ((0, 32), *((7, 7 + count) for count in range(1, 20))):
             out = np.full((stop - start, width), np.nan, np.float32)
             packed.multiply(rows[start:].ctypes.data, out.ctypes.data, stop - start)
             assert np.array_equal(out, expected[start:stop])
@@ -129,22 +131,26 @@ def test_the_largest_codes_do_not_overflow():
         assert (out == sign * 15 * 127 * depth).all()
 
 
-@pytest.mark.parametrize("has_avx2", [False, True])
-def test_other_instructions_have_the_same_bits(monkeypatch, has_avx2):
-    if has_avx2 and not group_tile.has_feature("avx2"):
-        pytest.skip("this processor has no AVX2")
-    monkeypatch.setattr(group_tile, "has_feature", lambda _: has_avx2)
-    depth, width = 96, 16
+@pytest.mark.parametrize("columns", [16, 32])
+@pytest.mark.parametrize("instructions", ["plain", "avx2", "avx512vnni"])
+def test_all_instructions_have_the_same_bits(monkeypatch, instructions, columns):
+    if instructions != "plain" and not group_tile.has_feature(instructions):
+        pytest.skip(f"this processor has no {instructions}")
+    monkeypatch.setattr(group_tile, "has_feature", lambda _: instructions != "plain")
+    monkeypatch.setattr(group_tile, "multiplies_bytes", lambda: instructions == "avx512vnni")
+    depth, width = 96, 2 * columns
     rng = np.random.default_rng(4)
     weight = random_weight(rng, width, depth)
     rows = quantize(rng.normal(size=(3, depth)).astype(np.float32))
-    tile = group_tile.define_group_tile(group_tile.GroupSpec(3, width, depth, grouped.row_bytes(depth), width))
+    panels, out = grouped.pack_groups(weight, columns, Arena()), np.full((3, width), np.nan, np.float32)
+    streams = Streams(2, panels[0].nbytes, columns)
+    spec = GroupSpec(3, columns, depth, grouped.row_bytes(depth), width, streams=streams)
+    tile = group_tile.define_group_tile(spec)
 
     @cfunc(KERNEL_SIGNATURE, **JIT_OPTIONS)
     def run(a, b, c):
-        tile(a, b, c, 96, b)
+        tile(a, b, c, 96, 1)
 
-    panels, out = grouped.pack_groups(weight, width, Arena()), np.zeros((3, width), np.float32)
     run.ctypes(rows.ctypes.data, panels.ctypes.data, out.ctypes.data)
     assert np.array_equal(out, product(unpacked(rows, depth), weight))
 

@@ -28,6 +28,11 @@ def test_int8_products_use_the_widest_instructions():
     assert printed_by("wide_product", "znver4", VNNI) == ["vpdpbusd"]  # multiplies and adds at once
 
 
+def test_int4_products_use_the_widest_instructions():
+    assert printed_by("group_product", "haswell", AVX2) == ["vpmaddubsw", "vpmaddwd"]
+    assert printed_by("group_product", "znver4", VNNI) == ["vpdpbusd"]
+
+
 def test_avx2_computes_the_same_bits():
     if accumulators() == 6:
         pytest.skip("this CPU has no wider vectors than AVX2")
