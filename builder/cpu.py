@@ -16,14 +16,12 @@ from trtcb.builder.lower import Piece, WeightRecipe, lower
 from trtcb.errors import UsageError
 from trtcb.plan_writer import Section, TensorSource, numpy_dtype
 from trtcb.plugins.cpu import grouped, quantized
-from trtcb.spec import WeightDtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trtcb.builder.checkpoint import Checkpoint
     from trtcb.plugins.cpu.grouped import Int4Weight
-    from trtcb.spec import ModelSpec
 
 _ROPE_TABLES = ("rope_cos", "rope_sin")
 
@@ -36,8 +34,6 @@ class CpuCompiler:
     def compile(self, checkpoint: Checkpoint, options: CompileOptions) -> Compiled:
         """Export the graph, lower it, and describe the sections; see :class:`~trtcb.builder.compiler.Compiler`."""
         limits = options.limits
-        if options.weight_dtype is WeightDtype.INT4:
-            _check_depths(checkpoint.spec)
         graph = build_graph(
             checkpoint.spec,
             dtype=options.weight_dtype.table_dtype,
@@ -90,16 +86,6 @@ class CpuCompiler:
             compile_step(on_progress)
         Sampler(spec.vocab_size, on_progress=on_progress)
         LogitEditor(spec.vocab_size, on_progress=on_progress)
-
-
-def _check_depths(spec: ModelSpec) -> None:
-    """Refuse what has no whole number of groups."""
-    for depth in sorted(depth for _, depth in spec.layer_shapes):
-        if depth % grouped.GROUP:
-            raise UsageError(
-                f"Int4 weights have a scale for each {grouped.GROUP} of a product's depth, and {spec.name} has a depth "
-                f"of {depth}: use --weight-dtype int8."
-            )
 
 
 def _notes(checkpoint: Checkpoint, recipes: Sequence[WeightRecipe]) -> tuple[str, ...]:

@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 
 from tests.golden.array_checkpoint import TINY, random_checkpoint
+from tests.unit.hf_folder import write_folder
 from tests.unit.tiny_gguf import SPEC, metadata_of, random_tensors, stored_tensors, write_gguf
+from trtcb.builder.build import compile_options
 from trtcb.builder.compiler import Compiled, CompileOptions
 from trtcb.builder.cpu import CpuCompiler
 from trtcb.builder.gguf_checkpoint import GgufCheckpoint
+from trtcb.cli import main as cli
+from trtcb.config import BuildConfig
 from trtcb.errors import UsageError
 from trtcb.evaluation.drift import Drift, Likelihood
 from trtcb.evaluation.limits import INT4_MAX_KL, int4_warning
@@ -62,9 +66,22 @@ def test_weights_of_more_bits_are_rounded_and_told(tmp_path):
 
 
 def test_a_depth_of_no_whole_groups_is_refused_with_a_way_out():
-    odd = dataclasses.replace(TINY, intermediate_size=112)
+    odd, config = dataclasses.replace(TINY, intermediate_size=112), BuildConfig(model="tiny", weight_dtype="int4")
     with pytest.raises(UsageError, match=r"tiny has a depth of 112: use --weight-dtype int8"):
-        compiled(random_checkpoint(odd))
+        compile_options(config, odd, "bf16")
+    compile_options(config.model_copy(update={"weight_dtype": "int8"}), odd, "bf16")
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
+def test_a_dry_run_refuses_what_a_build_does(tmp_path, capsys, flags):
+    tensors = random_tensors(dataclasses.replace(SPEC, intermediate_size=112))
+    folder = write_folder(tmp_path / "odd", tensors, config={"intermediate_size": 112})
+    output = tmp_path / "x.plan"
+    with pytest.raises(SystemExit) as end:
+        cli.main(["build", "-m", str(folder), "-o", str(output), "--weight-dtype", "int4", *flags])
+    assert end.value.code == UsageError.exit_code
+    assert "has a depth of 112: use --weight-dtype int8" in capsys.readouterr().err
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("bad", [1e7, np.nan])
