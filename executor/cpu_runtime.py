@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from trtcb.executor.step_profile import OnProfile
     from trtcb.plan import Plan
 
+NOT_PROFILABLE = "Only the steps of the whole_step engine can be profiled: add --cpu-engine whole_step."
+
 
 class CpuEngine(Protocol):
     """What runs the steps. Only the thread that opened it may touch it."""
@@ -98,12 +100,16 @@ class CpuRuntime:
             self._plan.close()
 
 
-def _open_engine(name: str, plan: Plan, *, num_threads: int | None, **sizes: Any) -> CpuEngine:
+def engine_name(name: str, weight_dtype: str, num_threads: int | None = None) -> str:
+    """Return what runs weights of a type here where ``name`` was asked for: another name than ``auto``."""
     threads.configure(num_threads)  # before numba or torch is imported
     from trtcb.plugins.cpu.isa import default_engine
 
-    if name == "auto":
-        name = default_engine(plan.header.weight_dtype)
+    return default_engine(weight_dtype) if name == "auto" else name
+
+
+def _open_engine(name: str, plan: Plan, *, num_threads: int | None, **sizes: Any) -> CpuEngine:
+    name = engine_name(name, plan.header.weight_dtype, num_threads)
     if name == "whole_step":
         from trtcb.executor.step_engine import StepEngine
 
@@ -120,5 +126,5 @@ def _profiled(engine: CpuEngine, on_profile: OnProfile) -> CpuEngine:
     from trtcb.executor.step_profile import ProfiledEngine
 
     if not isinstance(engine, StepEngine):
-        raise UsageError("Only the steps of the whole_step engine can be profiled: add --cpu-engine whole_step.")
+        raise UsageError(NOT_PROFILABLE)
     return ProfiledEngine(engine, on_profile)
