@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trtcb.executor.layer_pools import allocate_layers
 from trtcb.executor.program_check import checked_program
 from trtcb.executor.runtime import Batch, Float32, StepOutput
 from trtcb.executor.step_ops import StepOps
 from trtcb.executor.token_drawer import TokenDrawer
 from trtcb.plan import Plan
 from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
-from trtcb.plugins.cpu.pools import PoolArrays, allocate_pools, copy_blocks, pool_addresses
+from trtcb.plugins.cpu.pools import copy_blocks, pool_addresses
 from trtcb.plugins.cpu.rows import QUANTIZED, row_bytes
 from trtcb.plugins.cpu.step import CallTimes, StepFunction, StepWord
 from trtcb.program import Value
@@ -36,7 +37,7 @@ class StepEngine:
         program = checked_program(plan)
         config = KernelConfig.of(header.model, header.kv_dtype, "fp32", header.limits.block_size)
         self._kernels = load_kernels(config)
-        self._pools: list[PoolArrays] = [allocate_pools(config, num_blocks) for _ in range(header.model.num_layers)]
+        self._pools = allocate_layers(config, header.model.num_layers, num_blocks)
         rows = {"tokens": max_num_tokens, "logits": max_num_logits}
         self._values = {value.name: _allocate(value, rows[value.rows]) for value in program.values}
         pools = [pool_addresses(arrays) for arrays in self._pools]
