@@ -137,9 +137,19 @@ class _WeightLoader:
         return self._rounded[1]
 
     def _int8(self, parts: tuple[str, ...]) -> dict[Piece, npt.NDArray[Any]]:
-        rounded = [quantized.quantize(quantized.rotate(self._checkpoint.tensor(part))) for part in parts]
+        rounded = [self._int8_part(part) for part in parts]
         codes, scales = (np.concatenate(arrays) for arrays in zip(*rounded, strict=True))
         return {"int8.codes": codes, "int8.scale": scales}
+
+    def _int8_part(self, part: str) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+        """Codes and scales of a matrix; raises ``UsageError`` where it has no finite ones."""
+        with np.errstate(over="ignore", invalid="ignore"):  # it is told below
+            codes, scale = quantized.quantize(quantized.rotate(self._checkpoint.tensor(part)))
+        if not np.isfinite(scale).all():
+            raise UsageError(
+                f"{part} has weights that are not finite numbers, or too large for int8: fetch the model again."
+            )
+        return codes, scale
 
     def _int4(self, parts: tuple[str, ...]) -> dict[Piece, npt.NDArray[Any]]:
         weights = [self._int4_part(part) for part in parts]

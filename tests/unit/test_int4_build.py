@@ -1,4 +1,4 @@
-"""Int4 weights at a build: blocks taken over or weights rounded, what is told of it, and what is refused."""
+"""Int4 and int8 weights at a build: blocks taken over or weights rounded, what is told of it, and what is refused."""
 
 import dataclasses
 
@@ -93,6 +93,27 @@ def test_numbers_beyond_fp16_scales_are_refused_by_name(bad):
     plan = compiled(dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, name: tensor}))
     with pytest.raises(UsageError, match=f"{name} has numbers .* use --weight-dtype bf16"):
         weight_of(plan, "layers.1.mlp.down_proj")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("weight_dtype", "stored", "name"),
+    [
+        (WeightDtype.INT8, "model.layers.1.self_attn.k_proj.weight", "layers.1.self_attn.q_k_v_proj"),
+        (WeightDtype.INT4, "lm_head.weight", "lm_head"),  # of int4 plans, too, the head is int8
+    ],
+)
+def test_int8_weights_that_are_no_numbers_are_refused_by_name(bad, weight_dtype, stored, name):
+    checkpoint = random_checkpoint(TINY)
+    tensor = checkpoint.tensors[stored].copy()
+    tensor[3, 40:42] = bad
+    checkpoint = dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, stored: tensor})
+    plan = compiled(checkpoint, dataclasses.replace(OPTIONS, weight_dtype=weight_dtype))
+    [codes, scale] = [tensor for tensor in plan.tensors if tensor.name in (name, f"{name}.scale")]
+    for tensor in (codes, scale):
+        with pytest.raises(UsageError, match=f"{stored} has weights that are not finite numbers"):
+            tensor.load()
 
 
 def test_a_plan_far_from_fp32_is_warned_of():
