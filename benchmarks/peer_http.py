@@ -38,6 +38,8 @@ HTTP_TARGET = 0.93
 _CLOSED_LOOP = 32
 _VOCAB_SIZE = 20_000
 _WIDTH = 1.15  # rates that differ by less are the same knee
+_SMALL_WIDTH = 2.0  # of a run that only shows that it runs: no bisection
+_SMALL_COUNT = 4  # requests of one
 _LOWEST, _HIGHEST = 1 / 8, 256.0
 _SECONDS = 40.0  # of arrivals at a rate, where that is neither few requests nor many
 _SERVERS = ("trtcb", "llama.cpp")
@@ -84,8 +86,11 @@ def is_within_limits(p95_itl_ms: float, kept_up: float) -> bool:
     return p95_itl_ms <= LIMIT_MS and kept_up >= _KEPT_UP
 
 
-def knee(keeps: Callable[[float], bool], start: float = 1.0) -> float:
-    """Return the highest rate that ``keeps`` accepts, by doubling or halving, then bisection; 0 if there is none."""
+def knee(keeps: Callable[[float], bool], start: float = 1.0, width: float = _WIDTH) -> float:
+    """Return the highest rate that ``keeps`` accepts, by doubling or halving, then bisection; 0 if there is none.
+
+    It may be too low by a factor of ``width``.
+    """
     low = start
     if keeps(start):
         while low < _HIGHEST and keeps(2 * low):
@@ -97,7 +102,7 @@ def knee(keeps: Callable[[float], bool], start: float = 1.0) -> float:
         if low < _LOWEST:
             return 0.0
     high = 2 * low
-    while high / low > _WIDTH:
+    while high / low > width:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if keeps(middle) else (low, middle)
     return low
@@ -124,6 +129,7 @@ def trtcb_serve(plan: Path, port: int, threads: str, *more: str) -> list[str | P
 def measure_rates(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """Find the highest rate of each server that is there, one server after the other."""
     found: dict[str, Any] = {}
+    width = _SMALL_WIDTH if arguments.small else _WIDTH
     for configuration in CONFIGURATIONS:
         name, points = configuration.name, []
         is_wanted = not arguments.systems or name in arguments.systems
@@ -133,7 +139,8 @@ def measure_rates(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
         command, ready = server_command(configuration, arguments, port)
         try:
             with server(command, port, ready, logs / f"{name}.log") as running:
-                found[name] = {"highest_rate": knee(_within_limit(running, arguments, points, name)), "points": points}
+                highest = knee(_within_limit(running, arguments, points, name), width=width)
+                found[name] = {"highest_rate": highest, "points": points}
         except (RuntimeError, TrtcbError) as error:
             found[name] = {"error": str(error), "points": points}
     return found
@@ -143,7 +150,7 @@ def _within_limit(
     running: RunningServer, arguments: argparse.Namespace, points: list[dict[str, float]], name: str
 ) -> Callable[[float], bool]:
     def keeps(rate: float) -> bool:
-        count = 8 if arguments.small else round(min(160, max(12, _SECONDS * rate)))
+        count = _SMALL_COUNT if arguments.small else round(min(160, max(12, _SECONDS * rate)))
         workload = mixed_workload(count, arguments.seed, rate, prompt_seed=len(points))
         report = load(running.url, workload)
         kept_up = float(workload.arrival_s[-1] - workload.arrival_s[0]) / report["duration"]
@@ -157,7 +164,7 @@ def _within_limit(
 
 def measure_cost(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """Throughput of trtcb's int8 plan over HTTP, in turns with that of the same requests without a server."""
-    count = 8 if arguments.small else 64
+    count = _SMALL_COUNT if arguments.small else 64
     (configuration,) = [c for c in CONFIGURATIONS if c.name == "trtcb int8"]
     port = free_port()
     http, offline = [], []
@@ -184,14 +191,18 @@ def measure_http(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cost = measure_cost(arguments, Path(folder))
         rates = measure_rates(arguments, Path(folder))
-    _print(rates, cost)
+    print_http(rates, cost)
     return {"limit_ms": LIMIT_MS, "rates": rates, "cost": cost}
 
 
-def _print(rates: Mapping[str, Any], cost: Mapping[str, Any]) -> None:
+def print_http(rates: Mapping[str, Any], cost: Mapping[str, Any]) -> None:
+    """Print both results."""
     rows = [["Poisson arrivals", f"highest rate with p95 ITL <= {LIMIT_MS:g} ms (requests/s)"]]
     for name, found in rates.items():
-        rows.append([name, f"failed: {found['error']}" if "error" in found else shown_number(found["highest_rate"])])
+        rows.append([name, "failed" if "error" in found else shown_number(found["highest_rate"])])
     print(text_table(rows))
+    for name, found in rates.items():
+        if "error" in found:
+            print(f"failed: {name}: {found['error']}")
     verdict = "met" if cost["ratio"] >= cost["target"] else "missed"
     print(f"HTTP over offline, closed loop of {_CLOSED_LOOP}: {cost['ratio']:.3f}, target {cost['target']}: {verdict}")

@@ -16,7 +16,7 @@ import numpy as np
 import peer_worker
 import peers
 import pytest
-from peer_http import is_within_limits, knee, mixed_workload
+from peer_http import is_within_limits, knee, mixed_workload, print_http
 from peer_lines import CONFIGURATIONS, Line, Places, Sizes, lines, mixed_lengths, prompt
 from peer_link import Worker, WorkerError
 from peer_models import made, write_gguf, write_hf_folder
@@ -315,17 +315,18 @@ def test_the_same_requests_over_http() -> None:
     assert not mixed_workload(8, 0, float("inf"), prompt_seed=0).arrival_s.any()
 
 
+@pytest.mark.parametrize(("width", "most"), [(1.15, 16), (2.0, 8)])
 @pytest.mark.parametrize("limit", [0.2, 1.0, 3.3, 40.0])
-def test_the_knee_is_found(limit: float) -> None:
-    tried = []
+def test_the_knee_is_found(limit: float, width: float, most: int) -> None:
+    tried: list[float] = []
 
     def keeps(rate: float) -> bool:
         tried.append(rate)
         return rate <= limit
 
-    found = knee(keeps)
-    assert found <= limit < found * 1.15
-    assert len(tried) < 16
+    found = knee(keeps, width=width)
+    assert found <= limit < found * width
+    assert len(tried) < most
 
 
 def test_short_gaps_behind_a_queue_are_not_enough() -> None:
@@ -336,6 +337,16 @@ def test_short_gaps_behind_a_queue_are_not_enough() -> None:
 
 def test_no_rate_at_all() -> None:
     assert knee(lambda rate: False) == 0.0
+
+
+def test_a_server_that_failed_does_not_spoil_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"trtcb int8": {"highest_rate": 1.5}, "llama.cpp q8_0": {"error": "died:\n" + 90 * "x"}}
+    print_http(rates, {"ratio": 0.95, "target": 0.93})
+    out = capsys.readouterr().out.splitlines()
+    assert all(len(line) < 90 for line in out[:4])
+    assert out[3].startswith("| llama.cpp q8_0")
+    assert out[3].endswith("failed |")
+    assert out[4] == "failed: llama.cpp q8_0: died:"
 
 
 def test_rates_of_a_load() -> None:
