@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,25 @@ LIMIT_MS = 60.0
 HTTP_TARGET = 0.93
 _CLOSED_LOOP = 32
 _VOCAB_SIZE = 20_000
-_WIDTH = 1.15  # rates that differ by less are the same knee
-_SMALL_WIDTH = 2.0  # of a run that only shows that it runs: no bisection
-_SMALL_COUNT = 4  # requests of one
-_LOWEST, _HIGHEST = 1 / 8, 256.0
+_SMALL_COUNT = 4  # requests of a run that only shows that it runs
 _SECONDS = 40.0  # of arrivals at a rate, where that is neither few requests nor many
 _SERVERS = ("trtcb", "llama.cpp")
 _KEPT_UP = 0.75  # share of the whole time in which requests arrive; the rest is the last answers'
 _KEYS = ("p95_itl_ms", "p95_ttft_ms", "output_throughput")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Rates that are tried, in requests a second; those that differ by less than the factor ``width`` are the same."""
+
+    lowest: float = 1 / 8
+    highest: float = 256.0
+    width: float = 1.15
+
+    @staticmethod
+    def small() -> "Range":
+        """Return a range of two rates at most."""
+        return Range(1 / 2, 2.0, 2.0)
 
 
 def mixed_workload(
@@ -86,23 +98,20 @@ def is_within_limits(p95_itl_ms: float, kept_up: float) -> bool:
     return p95_itl_ms <= LIMIT_MS and kept_up >= _KEPT_UP
 
 
-def knee(keeps: Callable[[float], bool], start: float = 1.0, width: float = _WIDTH) -> float:
-    """Return the highest rate that ``keeps`` accepts, by doubling or halving, then bisection; 0 if there is none.
-
-    It may be too low by a factor of ``width``.
-    """
-    low = start
-    if keeps(start):
-        while low < _HIGHEST and keeps(2 * low):
+def knee(keeps: Callable[[float], bool], rates: Range) -> float:
+    """Return the highest rate that ``keeps`` accepts, from 1 by doubling or halving, then bisection; 0 if none."""
+    low = 1.0
+    if keeps(low):
+        while low < rates.highest and keeps(2 * low):
             low *= 2
     else:
         low /= 2
-        while low >= _LOWEST and not keeps(low):
+        while low >= rates.lowest and not keeps(low):
             low /= 2
-        if low < _LOWEST:
+        if low < rates.lowest:
             return 0.0
     high = 2 * low
-    while high / low > width:
+    while high / low > rates.width:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if keeps(middle) else (low, middle)
     return low
@@ -129,7 +138,7 @@ def trtcb_serve(plan: Path, port: int, threads: str, *more: str) -> list[str | P
 def measure_rates(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """Find the highest rate of each server that is there, one server after the other."""
     found: dict[str, Any] = {}
-    width = _SMALL_WIDTH if arguments.small else _WIDTH
+    rates = Range.small() if arguments.small else Range()
     for configuration in CONFIGURATIONS:
         name, points = configuration.name, []
         is_wanted = not arguments.systems or name in arguments.systems
@@ -139,7 +148,7 @@ def measure_rates(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
         command, ready = server_command(configuration, arguments, port)
         try:
             with server(command, port, ready, logs / f"{name}.log") as running:
-                highest = knee(_within_limit(running, arguments, points, name), width=width)
+                highest = knee(_within_limit(running, arguments, points, name), rates)
                 found[name] = {"highest_rate": highest, "points": points}
         except (RuntimeError, TrtcbError) as error:
             found[name] = {"error": str(error), "points": points}

@@ -16,7 +16,7 @@ import numpy as np
 import peer_worker
 import peers
 import pytest
-from peer_http import is_within_limits, knee, mixed_workload, print_http
+from peer_http import Range, is_within_limits, knee, mixed_workload, print_http
 from peer_lines import CONFIGURATIONS, Line, Places, Sizes, lines, mixed_lengths, prompt
 from peer_link import Worker, WorkerError
 from peer_models import made, write_gguf, write_hf_folder
@@ -315,18 +315,29 @@ def test_the_same_requests_over_http() -> None:
     assert not mixed_workload(8, 0, float("inf"), prompt_seed=0).arrival_s.any()
 
 
-@pytest.mark.parametrize(("width", "most"), [(1.15, 16), (2.0, 8)])
 @pytest.mark.parametrize("limit", [0.2, 1.0, 3.3, 40.0])
-def test_the_knee_is_found(limit: float, width: float, most: int) -> None:
-    tried: list[float] = []
+def test_the_knee_is_found(limit: float) -> None:
+    tried = []
 
     def keeps(rate: float) -> bool:
         tried.append(rate)
         return rate <= limit
 
-    found = knee(keeps, width=width)
-    assert found <= limit < found * width
-    assert len(tried) < most
+    found = knee(keeps, Range())
+    assert found <= limit < found * 1.15
+    assert len(tried) < 16
+
+
+@pytest.mark.parametrize(("limit", "found"), [(0.1, 0.0), (0.6, 0.5), (1.5, 1.0), (9.0, 2.0)])
+def test_a_small_run_tries_two_rates(limit: float, found: float) -> None:
+    tried = []
+
+    def keeps(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= limit
+
+    assert knee(keeps, Range.small()) == found
+    assert len(tried) == 2
 
 
 def test_short_gaps_behind_a_queue_are_not_enough() -> None:
@@ -336,7 +347,7 @@ def test_short_gaps_behind_a_queue_are_not_enough() -> None:
 
 
 def test_no_rate_at_all() -> None:
-    assert knee(lambda rate: False) == 0.0
+    assert knee(lambda rate: False, Range()) == 0.0
 
 
 def test_a_server_that_failed_does_not_spoil_the_table(capsys: pytest.CaptureFixture[str]) -> None:
