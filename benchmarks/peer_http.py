@@ -13,7 +13,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,8 @@ LIMIT_MS = 60.0
 HTTP_TARGET = 0.93
 _CLOSED_LOOP = 32
 _VOCAB_SIZE = 20_000
-_SMALL_COUNT = 4  # requests of a run that only shows that it runs
+# Of a run that only shows that it runs: requests, and tokens of their prompts and answers at most.
+_SMALL_COUNT, _SMALL_PROMPT, _SMALL_OUTPUT = 4, 64, 16
 _SECONDS = 40.0  # of arrivals at a rate, where that is neither few requests nor many
 _SERVERS = ("trtcb", "llama.cpp")
 _KEPT_UP = 0.75  # share of the whole time in which requests arrive; the rest is the last answers'
@@ -59,18 +60,31 @@ class Range:
         return Range(1 / 2, 2.0, 2.0)
 
 
-def mixed_workload(
-    count: int, seed: int, rate: float, *, prompt_seed: int, max_concurrency: int | None = None
-) -> Workload:
-    """The mixed requests of the offline lines, with Poisson arrivals; an infinite ``rate`` has all there at once.
+def http_lengths(arguments: argparse.Namespace, count: int) -> list[tuple[int, int]]:
+    """Lengths of the mixed requests of the offline lines, shorter ones for a small run."""
+    lengths = mixed_lengths(_SMALL_COUNT if arguments.small else count, arguments.seed)
+    if not arguments.small:
+        return lengths
+    return [(min(_SMALL_PROMPT, num_prompt), min(_SMALL_OUTPUT, num_output)) for num_prompt, num_output in lengths]
 
-    Lengths and the pattern of arrivals are the ``seed``'s alone. A ``prompt_seed`` that is used twice with one server
+
+def mixed_workload(
+    lengths: Sequence[tuple[int, int]],
+    seed: int,
+    rate: float,
+    *,
+    prompt_seed: int,
+    max_concurrency: int | None = None,
+) -> Workload:
+    """Requests of these lengths with Poisson arrivals; an infinite ``rate`` has all there at once.
+
+    The pattern of arrivals is the ``seed``'s alone. A ``prompt_seed`` that is used twice with one server
     finds its prompts in the prefix cache.
     """
-    lengths = np.array(mixed_lengths(count, seed), np.int64)
-    arrival_s = np.cumsum(np.random.default_rng(seed).exponential(1.0, count)) / rate
-    num_output, priority = lengths[:, 1], np.full(count, 0.5)
-    return Workload(arrival_s, lengths[:, 0], num_output, num_output, priority, 0, prompt_seed, max_concurrency)
+    num_prompt, num_output = np.array(lengths, np.int64).T
+    arrival_s = np.cumsum(np.random.default_rng(seed).exponential(1.0, len(lengths))) / rate
+    priority = np.full(len(lengths), 0.5)
+    return Workload(arrival_s, num_prompt, num_output, num_output, priority, 0, prompt_seed, max_concurrency)
 
 
 def load(url: str, workload: Workload) -> dict[str, Any]:
@@ -159,8 +173,8 @@ def _within_limit(
     running: RunningServer, arguments: argparse.Namespace, points: list[dict[str, float]], name: str
 ) -> Callable[[float], bool]:
     def keeps(rate: float) -> bool:
-        count = _SMALL_COUNT if arguments.small else round(min(160, max(12, _SECONDS * rate)))
-        workload = mixed_workload(count, arguments.seed, rate, prompt_seed=len(points))
+        lengths = http_lengths(arguments, round(min(160, max(12, _SECONDS * rate))))
+        workload = mixed_workload(lengths, arguments.seed, rate, prompt_seed=len(points))
         report = load(running.url, workload)
         kept_up = float(workload.arrival_s[-1] - workload.arrival_s[0]) / report["duration"]
         points.append({"rate": rate, "kept_up": kept_up, **{key: report[key] for key in _KEYS}})
@@ -173,7 +187,7 @@ def _within_limit(
 
 def measure_cost(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """Throughput of trtcb's int8 plan over HTTP, in turns with that of the same requests without a server."""
-    count = _SMALL_COUNT if arguments.small else 64
+    lengths = http_lengths(arguments, 64)
     (configuration,) = [c for c in CONFIGURATIONS if c.name == "trtcb int8"]
     port = free_port()
     http, offline = [], []
@@ -183,12 +197,11 @@ def measure_cost(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
         command = arguments.places.worker(configuration, arguments.threads)
         worker = stack.enter_context(Worker(command, logs / "offline.log", timeout_s=600.0))
         for number in range(min(3, arguments.rounds)):
-            lengths = mixed_lengths(count, arguments.seed)
             asks = [(prompt(f"{number} {i}", length), size) for i, (length, size) in enumerate(lengths)]
             message = {"measure": "output", "asks": asks, "in_flight": _CLOSED_LOOP, "is_kept": False}
             offline.append(worker.ask(message))
             seeds = {"seed": arguments.seed, "prompt_seed": number}
-            workload = mixed_workload(count, rate=math.inf, max_concurrency=_CLOSED_LOOP, **seeds)
+            workload = mixed_workload(lengths, rate=math.inf, max_concurrency=_CLOSED_LOOP, **seeds)
             http.append(float(load(running.url, workload)["output_throughput"]))
             print(f"HTTP {http[-1]:.1f}, offline {offline[-1]:.1f} tokens/s", file=sys.stderr, flush=True)
     ratio = statistics.median(http) / statistics.median(offline)

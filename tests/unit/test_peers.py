@@ -16,7 +16,7 @@ import numpy as np
 import peer_worker
 import peers
 import pytest
-from peer_http import Range, is_within_limits, knee, mixed_workload, print_http
+from peer_http import Range, http_lengths, is_within_limits, knee, mixed_workload, print_http
 from peer_lines import CONFIGURATIONS, Line, Places, Sizes, lines, mixed_lengths, prompt
 from peer_link import Worker, WorkerError
 from peer_models import made, write_gguf, write_hf_folder
@@ -308,11 +308,14 @@ def test_only_kept_prompts_come_again() -> None:
 
 
 def test_the_same_requests_over_http() -> None:
-    workload = mixed_workload(8, 0, 2.0, prompt_seed=5)
+    asked, small = (SimpleNamespace(small=small, seed=0) for small in (False, True))
+    lengths = http_lengths(asked, 8)
+    workload = mixed_workload(lengths, 0, 2.0, prompt_seed=5)
     assert list(zip(workload.prompt_len, workload.max_tokens, strict=True)) == mixed_lengths(8, 0)
-    twice = mixed_workload(8, 0, 4.0, prompt_seed=6)
+    twice = mixed_workload(lengths, 0, 4.0, prompt_seed=6)
     assert np.allclose(workload.arrival_s, 2 * twice.arrival_s)
-    assert not mixed_workload(8, 0, float("inf"), prompt_seed=0).arrival_s.any()
+    assert not mixed_workload(lengths, 0, float("inf"), prompt_seed=0).arrival_s.any()
+    assert all(num_prompt <= 64 and num_output <= 16 for num_prompt, num_output in http_lengths(small, 8))
 
 
 @pytest.mark.parametrize("limit", [0.2, 1.0, 3.3, 40.0])
