@@ -13,8 +13,9 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +38,53 @@ LIMIT_MS = 60.0
 HTTP_TARGET = 0.93
 _CLOSED_LOOP = 32
 _VOCAB_SIZE = 20_000
-_WIDTH = 1.15  # rates that differ by less are the same knee
-_LOWEST, _HIGHEST = 1 / 8, 256.0
+# Of a run that only shows that it runs: requests, and tokens of their prompts and answers at most.
+_SMALL_COUNT, _SMALL_PROMPT, _SMALL_OUTPUT = 4, 64, 16
 _SECONDS = 40.0  # of arrivals at a rate, where that is neither few requests nor many
 _SERVERS = ("trtcb", "llama.cpp")
 _KEPT_UP = 0.75  # share of the whole time in which requests arrive; the rest is the last answers'
 _KEYS = ("p95_itl_ms", "p95_ttft_ms", "output_throughput")
 
 
-def mixed_workload(
-    count: int, seed: int, rate: float, *, prompt_seed: int, max_concurrency: int | None = None
-) -> Workload:
-    """The mixed requests of the offline lines, with Poisson arrivals; an infinite ``rate`` has all there at once.
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Rates that are tried, in requests a second; those that differ by less than the factor ``width`` are the same."""
 
-    Lengths and the pattern of arrivals are the ``seed``'s alone. A ``prompt_seed`` that is used twice with one server
+    lowest: float = 1 / 8
+    highest: float = 256.0
+    width: float = 1.15
+
+    @staticmethod
+    def small() -> "Range":
+        """Return a range of two rates at most."""
+        return Range(1 / 2, 2.0, 2.0)
+
+
+def http_lengths(arguments: argparse.Namespace, count: int) -> list[tuple[int, int]]:
+    """Lengths of the mixed requests of the offline lines, shorter ones for a small run."""
+    lengths = mixed_lengths(_SMALL_COUNT if arguments.small else count, arguments.seed)
+    if not arguments.small:
+        return lengths
+    return [(min(_SMALL_PROMPT, num_prompt), min(_SMALL_OUTPUT, num_output)) for num_prompt, num_output in lengths]
+
+
+def mixed_workload(
+    lengths: Sequence[tuple[int, int]],
+    seed: int,
+    rate: float,
+    *,
+    prompt_seed: int,
+    max_concurrency: int | None = None,
+) -> Workload:
+    """Requests of these lengths with Poisson arrivals; an infinite ``rate`` has all there at once.
+
+    The pattern of arrivals is the ``seed``'s alone. A ``prompt_seed`` that is used twice with one server
     finds its prompts in the prefix cache.
     """
-    lengths = np.array(mixed_lengths(count, seed), np.int64)
-    arrival_s = np.cumsum(np.random.default_rng(seed).exponential(1.0, count)) / rate
-    num_output, priority = lengths[:, 1], np.full(count, 0.5)
-    return Workload(arrival_s, lengths[:, 0], num_output, num_output, priority, 0, prompt_seed, max_concurrency)
+    num_prompt, num_output = np.array(lengths, np.int64).T
+    arrival_s = np.cumsum(np.random.default_rng(seed).exponential(1.0, len(lengths))) / rate
+    priority = np.full(len(lengths), 0.5)
+    return Workload(arrival_s, num_prompt, num_output, num_output, priority, 0, prompt_seed, max_concurrency)
 
 
 def load(url: str, workload: Workload) -> dict[str, Any]:
@@ -84,20 +112,20 @@ def is_within_limits(p95_itl_ms: float, kept_up: float) -> bool:
     return p95_itl_ms <= LIMIT_MS and kept_up >= _KEPT_UP
 
 
-def knee(keeps: Callable[[float], bool], start: float = 1.0) -> float:
-    """Return the highest rate that ``keeps`` accepts, by doubling or halving, then bisection; 0 if there is none."""
-    low = start
-    if keeps(start):
-        while low < _HIGHEST and keeps(2 * low):
+def knee(keeps: Callable[[float], bool], rates: Range) -> float:
+    """Return the highest rate that ``keeps`` accepts, from 1 by doubling or halving, then bisection; 0 if none."""
+    low = 1.0
+    if keeps(low):
+        while low < rates.highest and keeps(2 * low):
             low *= 2
     else:
         low /= 2
-        while low >= _LOWEST and not keeps(low):
+        while low >= rates.lowest and not keeps(low):
             low /= 2
-        if low < _LOWEST:
+        if low < rates.lowest:
             return 0.0
     high = 2 * low
-    while high / low > _WIDTH:
+    while high / low > rates.width:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if keeps(middle) else (low, middle)
     return low
@@ -124,6 +152,7 @@ def trtcb_serve(plan: Path, port: int, threads: str, *more: str) -> list[str | P
 def measure_rates(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """Find the highest rate of each server that is there, one server after the other."""
     found: dict[str, Any] = {}
+    rates = Range.small() if arguments.small else Range()
     for configuration in CONFIGURATIONS:
         name, points = configuration.name, []
         is_wanted = not arguments.systems or name in arguments.systems
@@ -133,7 +162,8 @@ def measure_rates(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
         command, ready = server_command(configuration, arguments, port)
         try:
             with server(command, port, ready, logs / f"{name}.log") as running:
-                found[name] = {"highest_rate": knee(_within_limit(running, arguments, points, name)), "points": points}
+                highest = knee(_within_limit(running, arguments, points, name), rates)
+                found[name] = {"highest_rate": highest, "points": points}
         except (RuntimeError, TrtcbError) as error:
             found[name] = {"error": str(error), "points": points}
     return found
@@ -143,8 +173,8 @@ def _within_limit(
     running: RunningServer, arguments: argparse.Namespace, points: list[dict[str, float]], name: str
 ) -> Callable[[float], bool]:
     def keeps(rate: float) -> bool:
-        count = 8 if arguments.small else round(min(160, max(12, _SECONDS * rate)))
-        workload = mixed_workload(count, arguments.seed, rate, prompt_seed=len(points))
+        lengths = http_lengths(arguments, round(min(160, max(12, _SECONDS * rate))))
+        workload = mixed_workload(lengths, arguments.seed, rate, prompt_seed=len(points))
         report = load(running.url, workload)
         kept_up = float(workload.arrival_s[-1] - workload.arrival_s[0]) / report["duration"]
         points.append({"rate": rate, "kept_up": kept_up, **{key: report[key] for key in _KEYS}})
@@ -157,7 +187,7 @@ def _within_limit(
 
 def measure_cost(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """Throughput of trtcb's int8 plan over HTTP, in turns with that of the same requests without a server."""
-    count = 8 if arguments.small else 64
+    lengths = http_lengths(arguments, 64)
     (configuration,) = [c for c in CONFIGURATIONS if c.name == "trtcb int8"]
     port = free_port()
     http, offline = [], []
@@ -167,12 +197,11 @@ def measure_cost(arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
         command = arguments.places.worker(configuration, arguments.threads)
         worker = stack.enter_context(Worker(command, logs / "offline.log", timeout_s=600.0))
         for number in range(min(3, arguments.rounds)):
-            lengths = mixed_lengths(count, arguments.seed)
             asks = [(prompt(f"{number} {i}", length), size) for i, (length, size) in enumerate(lengths)]
             message = {"measure": "output", "asks": asks, "in_flight": _CLOSED_LOOP, "is_kept": False}
             offline.append(worker.ask(message))
             seeds = {"seed": arguments.seed, "prompt_seed": number}
-            workload = mixed_workload(count, rate=math.inf, max_concurrency=_CLOSED_LOOP, **seeds)
+            workload = mixed_workload(lengths, rate=math.inf, max_concurrency=_CLOSED_LOOP, **seeds)
             http.append(float(load(running.url, workload)["output_throughput"]))
             print(f"HTTP {http[-1]:.1f}, offline {offline[-1]:.1f} tokens/s", file=sys.stderr, flush=True)
     ratio = statistics.median(http) / statistics.median(offline)
@@ -184,14 +213,18 @@ def measure_http(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cost = measure_cost(arguments, Path(folder))
         rates = measure_rates(arguments, Path(folder))
-    _print(rates, cost)
+    print_http(rates, cost)
     return {"limit_ms": LIMIT_MS, "rates": rates, "cost": cost}
 
 
-def _print(rates: Mapping[str, Any], cost: Mapping[str, Any]) -> None:
+def print_http(rates: Mapping[str, Any], cost: Mapping[str, Any]) -> None:
+    """Print both results."""
     rows = [["Poisson arrivals", f"highest rate with p95 ITL <= {LIMIT_MS:g} ms (requests/s)"]]
     for name, found in rates.items():
-        rows.append([name, f"failed: {found['error']}" if "error" in found else shown_number(found["highest_rate"])])
+        rows.append([name, "failed" if "error" in found else shown_number(found["highest_rate"])])
     print(text_table(rows))
+    for name, found in rates.items():
+        if "error" in found:
+            print(f"failed: {name}: {found['error']}")
     verdict = "met" if cost["ratio"] >= cost["target"] else "missed"
     print(f"HTTP over offline, closed loop of {_CLOSED_LOOP}: {cost['ratio']:.3f}, target {cost['target']}: {verdict}")

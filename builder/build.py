@@ -12,6 +12,8 @@ from trtcb.builder.sources import resolve
 from trtcb.errors import PlanError, UsageError
 from trtcb.plan_format import MAGIC, PlanHeader
 from trtcb.plan_writer import Section, plan_size, write_plan
+from trtcb.plugins.cpu.grouped import GROUP
+from trtcb.spec import WeightDtype
 from trtcb.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def build(
     clock.start("model")
     checkpoint = open_checkpoint(config, lambda text: on_stage(text, 0))
     compiler = _compiler(config.resolved_target())
-    options = compile_options(config, checkpoint)
+    options = compile_options(config, checkpoint.spec, checkpoint.weight_dtype)
 
     clock.start("graph")
     compiled = compiler.compile(checkpoint, options)
@@ -77,13 +79,25 @@ def open_checkpoint(config: BuildConfig, report: Callable[[str], None] = lambda 
     )
 
 
-def compile_options(config: BuildConfig, checkpoint: Checkpoint) -> CompileOptions:
-    """Resolve everything that is ``auto`` against the checkpoint."""
-    return CompileOptions(
-        weight_dtype=config.weight_type(checkpoint.weight_dtype),
-        kv_dtype=config.kv_type(checkpoint.weight_dtype),
-        limits=config.limits(checkpoint.spec),
-    )
+def compile_options(config: BuildConfig, spec: ModelSpec, checkpoint_dtype: str) -> CompileOptions:
+    """Resolve everything that is ``auto`` against a model and the type its checkpoint has.
+
+    Raises ``UsageError`` for what that model cannot be built with.
+    """
+    weight_dtype = config.weight_type(checkpoint_dtype)
+    if weight_dtype is WeightDtype.INT4:
+        _check_depths(spec)
+    return CompileOptions(weight_dtype, config.kv_type(checkpoint_dtype), config.limits(spec))
+
+
+def _check_depths(spec: ModelSpec) -> None:
+    """Refuse what has no whole number of int4's groups."""
+    for depth in sorted(depth for _, depth in spec.layer_shapes):
+        if depth % GROUP:
+            raise UsageError(
+                f"Int4 weights have a scale for each {GROUP} of a product's depth, and {spec.name} has a depth "
+                f"of {depth}: use --weight-dtype int8."
+            )
 
 
 def _check_tokenizer(assets: TokenizerAssets, spec: ModelSpec) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from trtcb.builder.checkpoint import Checkpoint
     from trtcb.plugins.cpu.grouped import Int4Weight
-    from trtcb.spec import ModelSpec
 
 _ROPE_TABLES = ("rope_cos", "rope_sin")
 
@@ -36,8 +35,6 @@ class CpuCompiler:
     def compile(self, checkpoint: Checkpoint, options: CompileOptions) -> Compiled:
         """Export the graph, lower it, and describe the sections; see :class:`~trtcb.builder.compiler.Compiler`."""
         limits = options.limits
-        if options.weight_dtype is WeightDtype.INT4:
-            _check_depths(checkpoint.spec)
         graph = build_graph(
             checkpoint.spec,
             dtype=options.weight_dtype.table_dtype,
@@ -90,16 +87,6 @@ class CpuCompiler:
         LogitEditor(spec.vocab_size, on_progress=on_progress)
 
 
-def _check_depths(spec: ModelSpec) -> None:
-    """Refuse what has no whole number of groups."""
-    for depth in sorted(depth for _, depth in spec.layer_shapes):
-        if depth % grouped.GROUP:
-            raise UsageError(
-                f"Int4 weights have a scale for each {grouped.GROUP} of a product's depth, and {spec.name} has a depth "
-                f"of {depth}: use --weight-dtype int8."
-            )
-
-
 def _notes(checkpoint: Checkpoint, recipes: Sequence[WeightRecipe]) -> tuple[str, ...]:
     """Tell whether weights were rounded to 4 bits that had more."""
     parts = [part for recipe in recipes if recipe.piece == "int4.codes" for part in recipe.parts]
@@ -149,9 +136,19 @@ class _WeightLoader:
         return self._rounded[1]
 
     def _int8(self, parts: tuple[str, ...]) -> dict[Piece, npt.NDArray[Any]]:
-        rounded = [quantized.quantize(quantized.rotate(self._checkpoint.tensor(part))) for part in parts]
+        rounded = [self._int8_part(part) for part in parts]
         codes, scales = (np.concatenate(arrays) for arrays in zip(*rounded, strict=True))
         return {"int8.codes": codes, "int8.scale": scales}
+
+    def _int8_part(self, part: str) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+        """Codes and scales of a matrix; raises ``UsageError`` where it has no finite ones."""
+        with np.errstate(over="ignore", invalid="ignore"):  # it is told below
+            codes, scale = quantized.quantize(quantized.rotate(self._checkpoint.tensor(part)))
+        if not np.isfinite(scale).all():
+            raise UsageError(
+                f"{part} has weights that are not finite numbers, or too large for int8: fetch the model again."
+            )
+        return codes, scale
 
     def _int4(self, parts: tuple[str, ...]) -> dict[Piece, npt.NDArray[Any]]:
         weights = [self._int4_part(part) for part in parts]

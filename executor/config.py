@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from typing import Any
 
 from trtcb.errors import UsageError, shown
 from trtcb.executor.chunking import CHUNK_POLICIES
@@ -168,6 +169,29 @@ class EngineConfig:
                 )
             changes[limit.name] = built
         return replace(self, **changes) if changes else self  # type: ignore[arg-type]
+
+
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """Make a configuration of settings by name, its own or those of other engines (``max_num_seqs``).
+
+    Raises ``UsageError`` for one that there is not, and what :class:`EngineConfig` raises.
+    """
+    known = {setting.name for setting in fields(EngineConfig)}
+    if settings.keys() <= known:
+        return EngineConfig(**settings)
+    from trtcb.config_sources import ALIASES, did_you_mean  # with their libraries, for those who need them
+
+    named: dict[str, Any] = {}
+    for given, value in settings.items():
+        name = given if given in known else ALIASES.get(given, given)
+        if name not in known:
+            others = [alias for alias, meant in ALIASES.items() if meant in known]
+            hint = did_you_mean(given, [*known, *others]) or ": EngineConfig has all that there are."
+            raise UsageError(f"There is no engine setting '{shown(given)}'{hint}")
+        if name in named:
+            raise UsageError(f"{name} was given under two names: give one of them.")
+        named[name] = value
+    return EngineConfig(**named)
 
 
 def _check_name(setting: str, name: object, known: Collection[str]) -> None:

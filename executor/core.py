@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -231,8 +232,8 @@ class EngineCore:
         """Limit a failed step's damage to the requests it can be blamed on."""
         rows = list(flight.step.rows())
         self.recorder.step_failed(flight.counts)
-        index = getattr(error, "request_index", None)
-        blamed = rows[index] if isinstance(index, int) and 0 <= index < len(rows) else None
+        index = _request_index(error)
+        blamed = rows[index] if index is not None and 0 <= index < len(rows) else None
         is_fatal = blamed is None and not getattr(self._runtime, "healthy", False)
         self._drop_in_flight(is_running=not is_fatal)
         if blamed is not None:
@@ -298,3 +299,11 @@ class EngineCore:
         if faults:
             self.recorder.audit_failed(len(faults))
             _log.error("the books of the KV pool are wrong: %s", "; ".join(faults))
+
+
+def _request_index(error: Exception) -> int | None:
+    """Return the row that a runtime blames: any integer, numpy's as well."""
+    try:
+        return operator.index(getattr(error, "request_index", None))  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from trtcb.executor.step_profile import OnProfile
     from trtcb.plan import Plan
 
+NOT_PROFILABLE = "Only the steps of the whole_step engine can be profiled: add --cpu-engine whole_step."
+
 
 class CpuEngine(Protocol):
     """What runs the steps. Only the thread that opened it may touch it."""
@@ -116,5 +118,5 @@ def _profiled(engine: CpuEngine, on_profile: OnProfile) -> CpuEngine:
     from trtcb.executor.step_profile import ProfiledEngine
 
     if not isinstance(engine, StepEngine):
-        raise UsageError("Only the steps of the whole_step engine can be profiled: add --cpu-engine whole_step.")
+        raise UsageError(NOT_PROFILABLE)
     return ProfiledEngine(engine, on_profile)

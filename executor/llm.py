@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from trtcb.errors import DrainTimeoutError, QueueFullError, RequestError, UsageError, shown
-from trtcb.executor.config import EngineConfig
+from trtcb.executor.config import EngineConfig, engine_config
 from trtcb.executor.request import Delta, FinishReason, Request, SamplingParams, TokenLogprobs, fan_out
 from trtcb.executor.runtime import Runtime
 from trtcb.executor.served_model import ServedModel, TextTokenizer
@@ -189,7 +189,8 @@ class Completion:
 class LLM:
     """A plan as a function: ``LLM("engines/x.plan").generate(["Hello"], SamplingParams(max_tokens=16))``.
 
-    ``settings`` are fields of :class:`EngineConfig`. Instead of a plan, a ``runtime`` with its ``model`` and, for
+    ``settings`` are fields of :class:`EngineConfig`, also under vLLM's names (``max_num_seqs``, ``max_model_len``,
+    ``max_num_batched_tokens``). Instead of a plan, a ``runtime`` with its ``model`` and, for
     text, its ``tokenizer`` may be given. ``on_step`` gets the record of every step, on the engine's thread. Close it,
     or use it in a ``with`` statement. :meth:`generate` may be called by several threads.
     """
@@ -204,7 +205,7 @@ class LLM:
         on_step: Callable[[StepStats], None] | None = None,
         **settings: Any,
     ) -> None:
-        config = EngineConfig(**settings)
+        config = engine_config(settings)
         if plan is not None and runtime is None:
             served = ServedModel.from_plan(plan, config)
         elif plan is None and runtime is not None and model is not None:

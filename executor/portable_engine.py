@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trtcb.executor.runtime import Batch, Float32, Int32, StepOutput
-from trtcb.plugins.cpu.pools import PoolArrays, allocate_pools, copy_blocks, pool_addresses
+from trtcb.plugins.cpu.pools import copy_blocks, pool_addresses
 from trtcb.spec import WeightDtype
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class PortableEngine:
         import torch
 
         from trtcb.executor.call_list import allocate_values, bind_program
+        from trtcb.executor.layer_pools import allocate_layers
         from trtcb.executor.portable_ops import PortableOps
         from trtcb.executor.program_check import checked_program
         from trtcb.executor.token_drawer import TokenDrawer
@@ -37,7 +38,7 @@ class PortableEngine:
         activation = WeightDtype(header.weight_dtype).activation_dtype
         config = KernelConfig.of(header.model, header.kv_dtype, activation, header.limits.block_size)
         self._kernels = load_kernels(config)
-        self._pools: list[PoolArrays] = [allocate_pools(config, num_blocks) for _ in range(header.model.num_layers)]
+        self._pools = allocate_layers(config, header.model.num_layers, num_blocks)
         self._values = allocate_values(program, max(2, max_num_tokens), max(2, max_num_logits))
         self._ops = PortableOps(plan, self._kernels, [pool_addresses(pools) for pools in self._pools])
         self._calls: tuple[Op, ...] = bind_program(program, self._values, self._ops.table())

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from ml_dtypes import bfloat16
 
+from trtcb.executor.layer_pools import allocate_layers
 from trtcb.executor.program_check import checked_program
 from trtcb.executor.runtime import Batch, Float32, StepOutput
 from trtcb.executor.step_ops import StepOps
@@ -16,7 +17,7 @@ from trtcb.plan import Plan
 from trtcb.plugins.cpu.arena import Arena
 from trtcb.plugins.cpu.isa import multiplies_bf16_pairs
 from trtcb.plugins.cpu.kernels import KernelConfig, load_kernels
-from trtcb.plugins.cpu.pools import PoolArrays, allocate_pools, copy_blocks, pool_addresses
+from trtcb.plugins.cpu.pools import copy_blocks, pool_addresses
 from trtcb.plugins.cpu.rows import QUANTIZED, row_bytes
 from trtcb.plugins.cpu.step import CallTimes, StepFunction, StepWord
 from trtcb.program import Program, Value
@@ -43,7 +44,7 @@ class StepEngine:
         block_size = header.limits.block_size
         config = KernelConfig.of(header.model, header.kv_dtype, activation, block_size, fp32_results=True)
         self._kernels = load_kernels(config)
-        self._pools: list[PoolArrays] = [allocate_pools(config, num_blocks) for _ in range(header.model.num_layers)]
+        self._pools = allocate_layers(config, header.model.num_layers, num_blocks)
         counts, memory = {"tokens": max_num_tokens, "logits": max_num_logits}, Arena()
         self._values = {
             value.name: _allocate(value, counts[value.rows], memory, is_bf16=value.name in rows)

@@ -38,6 +38,11 @@ def _only_one_device(value: int) -> int:
     return value
 
 
+def _name(value: Any) -> Any:
+    """TensorRT-LLM writes its policies and types in capitals, and some write hyphens."""
+    return value.lower().replace("-", "_") if isinstance(value, str) else value
+
+
 class BuildConfig(BaseModel):
     """What to build. ``auto`` types are the checkpoint's; ``max_seq_len=None`` is the model's, at most 4,096 tokens."""
 
@@ -58,6 +63,7 @@ class BuildConfig(BaseModel):
     tensor_parallel_size: OneDevice = 1
     pipeline_parallel_size: OneDevice = 1
 
+    _named = field_validator("weight_dtype", "kv_dtype", mode="before")(_name)
     _parallel = field_validator("tensor_parallel_size", "pipeline_parallel_size")(_only_one_device)
 
     @property
@@ -106,11 +112,6 @@ class BuildConfig(BaseModel):
             max_seq_len=longest,
             block_size=self.block_size,
         )
-
-
-def _name(value: Any) -> Any:
-    """TensorRT-LLM writes its policies in capitals, and some write hyphens."""
-    return value.lower().replace("-", "_") if isinstance(value, str) else value
 
 
 class ServeConfig(BaseModel):

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from trtcb.builder.build import build
+from trtcb.cli.bench import app
 from trtcb.config import BuildConfig
+from trtcb.errors import UsageError
+from trtcb.executor.served_model import ServedModel
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +116,14 @@ def test_a_profile_tells_where_the_time_of_steps_goes(plan: Path, tmp_path: Path
     [
         (("throughput", "--scheduler-policy", "max_utilisation"), "'max_utilization'"),
         (("throughput", "--max-batch-size", "9"), "use at most 8"),
-        (("throughput", "--input-len", "300", "--num-prompts", "2"), "256"),
+        (
+            ("throughput", "--input-len", "200", "--output-len", "57", "--num-prompts", "2"),
+            "takes 256: lower --input-len",
+        ),
         (("throughput", "--num-prompts", "0"), "--num-prompts must be from 1 to"),
         (("latency", "--batch-size", "9"), "use at most 8"),
+        (("latency", "--output-len", "225"), "built with --max-seq-len 257"),
+        (("latency", "--output-len", "90", "--max-seq-len", "100"), "takes 100: lower --input-len or --output-len"),
         (("latency", "--output-json", "no/folder/r.json"), "no folder"),
         (("latency", "--profile", "--cpu-engine", "portable"), "add --cpu-engine whole_step"),
         (("latency", "--profile", "--overlap-depth", "1"), "leave --overlap-depth out"),
@@ -130,3 +139,17 @@ def test_offline_mistakes_are_one_sentence(plan: Path, arguments: tuple[str, ...
     assert result.stderr.startswith("error: ")
     assert complaint in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--output-len", "225"), ("--batch-size", "9"), ("--profile", "--cpu-engine", "portable")]
+)
+def test_nothing_is_loaded_for_what_cannot_be_measured(
+    plan: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(ServedModel, "from_plan", load)
+    result = CliRunner().invoke(app, ["latency", str(plan), *arguments])
+    assert isinstance(result.exception, UsageError)

@@ -165,6 +165,8 @@ def test_the_reference_is_rebuilt_from_the_source(plans: dict[str, Path], tmp_pa
     result = trtcb("eval", plans["seeded"], *QUICK, "--max-kl", "0", "--min-top1", "1", "--json", out)
     assert result.returncode == 0, result.stderr
     assert "random" in result.stderr
+    assert "reference: text (200 tok)" in result.stderr.splitlines()
+    assert "plan: text (200 tok)" in result.stderr.splitlines()
     report = json.loads(out.read_text())
     assert report["drift"]["mean_kl"] == 0.0
     assert report["reference"]["kv_dtype"] == "fp32"

@@ -10,7 +10,7 @@ import pytest
 from tests.golden.array_checkpoint import TINY, on_int4_grid, random_checkpoint
 from tests.golden.cpu_plan import CpuRunner, write_cpu_plan
 from tests.golden.ort_runner import export_runner, run_packed
-from trtcb.errors import UsageError
+from trtcb.errors import OutOfMemoryError, UsageError
 from trtcb.evaluation.piece import Piece, pack
 from trtcb.executor.linear import padded_rows
 from trtcb.plugins.cpu import arena
@@ -42,6 +42,14 @@ def tables():
 
 
 ENGINES = ("portable", "whole_step")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("num_blocks", [1 << 40, 1 << 62])
+def test_a_pool_that_cannot_be_allocated_is_told_with_the_way_out(tmp_path, engine, num_blocks):
+    path = write_cpu_plan(tmp_path / "tiny.plan", random_checkpoint(SPEC), WeightDtype.FP32, KVDtype.FP32, LIMITS)
+    with pytest.raises(OutOfMemoryError, match=r"blocks, .* cannot be allocated: lower --num-blocks, --kv-memory"):
+        CpuRunner(path, num_blocks=num_blocks, engine=engine)
 
 
 def cpu_runner(folder, engine, weight_dtype, kv_dtype, spec=SPEC, checkpoint=None):

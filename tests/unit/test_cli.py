@@ -194,7 +194,7 @@ def test_lines_for_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
     from trtcb.cli import progress
 
-    clock = iter([0.0, 1.0, 6.0, 6.5, 20.0])
+    clock = iter([0.0, 1.0, 12.0, 12.5, 30.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     with LineDisplay(sys.stdout) as display:
         display.on_stage("weights", 1 << 20)
@@ -202,7 +202,7 @@ def test_lines_for_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
             display.on_progress(256 << 10)
     assert capsys.readouterr().out.splitlines() == [
         "weights (1.0 MiB)",
-        "weights 50%, 6 s left",
+        "weights 50%, 12 s left",
         "weights 100%, 0 s left",
     ]
 

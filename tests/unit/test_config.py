@@ -47,6 +47,14 @@ def test_there_are_presets() -> None:
     assert {"throughput", "low-latency"} <= set(preset_names())
 
 
+def test_types_may_be_written_in_capitals() -> None:
+    config = resolve(BuildConfig, flags={"model": "m", "dtype": "INT8", "kv_cache_dtype": "FP8"}).config
+    assert (config.weight_dtype, config.kv_dtype) == ("int8", "fp8")
+    assert resolve(BuildConfig, flags={"model": "m", "weight_dtype": "Auto"}).config.weight_dtype == "auto"
+    with pytest.raises(UsageError, match=r"kv_dtype \(flag\): Input should be 'auto', 'fp32', .* or 'fp8'"):
+        resolve(BuildConfig, flags={"model": "m", "kv_dtype": "FP7"})
+
+
 def test_every_alias_names_a_setting() -> None:
     settings = {*BuildConfig.model_fields, *ServeConfig.model_fields}
     assert set(ALIASES.values()) <= settings

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from trtcb.errors import UsageError
-from trtcb.executor.config import EngineConfig
+from trtcb.executor.config import EngineConfig, engine_config
 from trtcb.executor.policies import MaxUtilization
 from trtcb.spec import BuildLimits
 
@@ -123,3 +123,25 @@ class TestWithinLimits:
     def test_what_was_asked_for_is_never_changed_silently(self, setting, value, message):
         with pytest.raises(UsageError, match=message):
             EngineConfig(**{setting: value}).within(self.LIMITS)
+
+
+def test_names_of_other_engines_are_known():
+    asked = {"max_num_seqs": 3, "max_num_batched_tokens": 99, "max_model_len": 77, "tokens_per_block": 64}
+    assert engine_config(asked) == EngineConfig(max_batch_size=3, max_num_tokens=99, max_seq_len=77, block_size=64)
+    assert engine_config({"threads": 2, "kv_memory": 1 << 20}) == EngineConfig(threads=2, kv_memory_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seq": 3}, "no engine setting 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ({"max_batchsize": 3}, "no engine setting 'max_batchsize'; did you mean 'max_batch_size'?"),
+        ({"kv_dtype": "fp8"}, "no engine setting 'kv_dtype'"),
+        ({"tp_size": 2}, "no engine setting 'tp_size'"),
+        ({"max_num_seqs": 3, "max_batch_size": 3}, "max_batch_size was given under two names"),
+        ({"max_num_seqs": 0}, "max_batch_size must be a whole number of at least 1, not 0"),
+    ],
+)
+def test_a_setting_that_there_is_not_is_one_sentence(settings, message):
+    with pytest.raises(UsageError, match=message.replace("?", "\\?")):
+        engine_config(settings)

@@ -205,7 +205,7 @@ class TestErrors:
             driver.add("abc"[first], first, 9)
         return driver
 
-    @pytest.mark.parametrize("index", [0, 1, 2])
+    @pytest.mark.parametrize("index", [0, 1, 2, np.int64(1), np.int32(2)])
     def test_a_blamed_request_fails_alone_and_the_others_do_not_notice(self, index):
         driver = self.three(Blaming(index)).run()
         names = ["a", "b", "c"]
@@ -216,8 +216,9 @@ class TestErrors:
             assert driver.answer(name) == ([first, first, 25], "", FinishReason.STOP)
         assert sum(s.step_errors for s in driver.stats) == 1
 
-    def test_blame_for_a_row_that_is_not_there_is_everybodys(self):
-        driver = self.three(Blaming(3)).run()
+    @pytest.mark.parametrize("index", [3, -1, np.int64(3), 1.0, "1", None])
+    def test_blame_for_a_row_that_is_not_there_is_everybodys(self, index):
+        driver = self.three(Blaming(index)).run()
         assert [driver.answer(name)[2] for name in "abc"] == [FinishReason.ERROR] * 3
 
     def test_no_valid_logits_fail_that_request_alone(self):

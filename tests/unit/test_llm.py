@@ -379,6 +379,8 @@ class TestLLM:
             LLM("x.plan", runtime=Gated())
         with pytest.raises(UsageError, match="together with its model"):
             LLM(runtime=Gated())
+        with pytest.raises(UsageError, match="did you mean 'max_num_seqs'"):
+            LLM("x.plan", max_num_seq=4)
         with LLM(runtime=Gated(), model=MODEL, **SETTINGS) as silent, pytest.raises(UsageError, match="no tokenizer"):
             silent.generate(["a"])
 

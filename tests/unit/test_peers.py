@@ -16,7 +16,7 @@ import numpy as np
 import peer_worker
 import peers
 import pytest
-from peer_http import is_within_limits, knee, mixed_workload
+from peer_http import Range, http_lengths, is_within_limits, knee, mixed_workload, print_http
 from peer_lines import CONFIGURATIONS, Line, Places, Sizes, lines, mixed_lengths, prompt
 from peer_link import Worker, WorkerError
 from peer_models import made, write_gguf, write_hf_folder
@@ -308,11 +308,14 @@ def test_only_kept_prompts_come_again() -> None:
 
 
 def test_the_same_requests_over_http() -> None:
-    workload = mixed_workload(8, 0, 2.0, prompt_seed=5)
+    asked, small = (SimpleNamespace(small=small, seed=0) for small in (False, True))
+    lengths = http_lengths(asked, 8)
+    workload = mixed_workload(lengths, 0, 2.0, prompt_seed=5)
     assert list(zip(workload.prompt_len, workload.max_tokens, strict=True)) == mixed_lengths(8, 0)
-    twice = mixed_workload(8, 0, 4.0, prompt_seed=6)
+    twice = mixed_workload(lengths, 0, 4.0, prompt_seed=6)
     assert np.allclose(workload.arrival_s, 2 * twice.arrival_s)
-    assert not mixed_workload(8, 0, float("inf"), prompt_seed=0).arrival_s.any()
+    assert not mixed_workload(lengths, 0, float("inf"), prompt_seed=0).arrival_s.any()
+    assert all(num_prompt <= 64 and num_output <= 16 for num_prompt, num_output in http_lengths(small, 8))
 
 
 @pytest.mark.parametrize("limit", [0.2, 1.0, 3.3, 40.0])
@@ -323,9 +326,21 @@ def test_the_knee_is_found(limit: float) -> None:
         tried.append(rate)
         return rate <= limit
 
-    found = knee(keeps)
+    found = knee(keeps, Range())
     assert found <= limit < found * 1.15
     assert len(tried) < 16
+
+
+@pytest.mark.parametrize(("limit", "found"), [(0.1, 0.0), (0.6, 0.5), (1.5, 1.0), (9.0, 2.0)])
+def test_a_small_run_tries_two_rates(limit: float, found: float) -> None:
+    tried = []
+
+    def keeps(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= limit
+
+    assert knee(keeps, Range.small()) == found
+    assert len(tried) == 2
 
 
 def test_short_gaps_behind_a_queue_are_not_enough() -> None:
@@ -335,7 +350,17 @@ def test_short_gaps_behind_a_queue_are_not_enough() -> None:
 
 
 def test_no_rate_at_all() -> None:
-    assert knee(lambda rate: False) == 0.0
+    assert knee(lambda rate: False, Range()) == 0.0
+
+
+def test_a_server_that_failed_does_not_spoil_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {"trtcb int8": {"highest_rate": 1.5}, "llama.cpp q8_0": {"error": "died:\n" + 90 * "x"}}
+    print_http(rates, {"ratio": 0.95, "target": 0.93})
+    out = capsys.readouterr().out.splitlines()
+    assert all(len(line) < 90 for line in out[:4])
+    assert out[3].startswith("| llama.cpp q8_0")
+    assert out[3].endswith("failed |")
+    assert out[4] == "failed: llama.cpp q8_0: died:"
 
 
 def test_rates_of_a_load() -> None:

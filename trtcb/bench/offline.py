@@ -85,6 +85,26 @@ class AfterWarmUp:
             observer(stats)
 
 
+def check_lengths(source: RandomWorkload, seed: int, max_seq_len: int) -> None:
+    """Raise ``UsageError`` for a workload with sequences longer than an engine's, before that is loaded."""
+    workload = source.generate(seed)
+    longest = int((workload.prompt_len + workload.answer_len).max())
+    if longest > max_seq_len:
+        raise UsageError(
+            f"The longest request has {longest} tokens with its answer, and this engine takes {max_seq_len}: lower "
+            f"--input-len or --output-len, or use a plan built with --max-seq-len {longest}."
+        )
+
+
+def check_batch(batch: RandomWorkload, max_batch_size: int) -> None:
+    """Raise ``UsageError`` for a batch that an engine does not run at once, before that is loaded."""
+    if batch.num_prompts > max_batch_size:
+        raise UsageError(
+            f"--batch-size {batch.num_prompts} is more than the engine runs at once: use at most {max_batch_size}, "
+            "or a plan built with a larger --max-batch-size."
+        )
+
+
 def measure_throughput(
     llm: LLM, source: RandomWorkload, seed: int, on_warm: Callable[[], None] = lambda: None
 ) -> Throughput:
@@ -104,18 +124,12 @@ def measure_latency(
     llm: LLM,
     batch: RandomWorkload,
     *,
-    max_batch_size: int,
     num_warmups: int,
     num_iters: int,
     seed: int,
     on_iter: Callable[[], None] = lambda: None,
 ) -> Latencies:
     """Answer one batch after another, of new prompts each time, so that no prefix is found in the cache."""
-    if batch.num_prompts > max_batch_size:
-        raise UsageError(
-            f"--batch-size {batch.num_prompts} is more than the engine runs at once: use at most {max_batch_size}, "
-            "or a plan built with a larger --max-batch-size."
-        )
     seconds = []
     for number in range(num_warmups + num_iters):
         elapsed_s, _ = _answer(llm, batch.generate(seed + number).requests(llm.model.vocab_size))

@@ -8,7 +8,7 @@ from trtcb.bench.step_breakdown import StepBreakdown
 from trtcb.bench.step_work import work_of_calls
 from trtcb.errors import UsageError
 from trtcb.executor.config import EngineConfig
-from trtcb.executor.cpu_runtime import CpuRuntime
+from trtcb.executor.cpu_runtime import NOT_PROFILABLE, CpuRuntime
 from trtcb.executor.llm import LLM
 from trtcb.executor.program_check import checked_program
 from trtcb.executor.served_model import ServedModel
@@ -30,6 +30,8 @@ def open_profiled(path: Path, breakdown: StepBreakdown, on_step: Callable[[StepS
     config = EngineConfig(**settings)
     if config.overlap_depth:
         raise UsageError("A profile takes steps one at a time: leave --overlap-depth out.")
+    if config.cpu_engine == "portable":  # before a plan is loaded for nothing
+        raise UsageError(NOT_PROFILABLE)
     served = ServedModel.from_plan(path, config)
     try:
         if not isinstance(served.runtime, CpuRuntime):

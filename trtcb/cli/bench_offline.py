@@ -38,7 +38,7 @@ def bench_throughput(
     engine: EngineFlags,
 ) -> None:
     """Answer many requests at once; flags are named as in `vllm bench throughput`."""
-    from trtcb.bench.offline import measure_throughput
+    from trtcb.bench.offline import check_lengths, measure_throughput
     from trtcb.bench.workload import RandomWorkload, check_count
     from trtcb.cli.bench_progress import progress_bar
     from trtcb.executor.llm import LLM
@@ -57,6 +57,7 @@ def bench_throughput(
     )
     check_writable(output_json)
     settings = _settings(engine, plan)
+    check_lengths(source, seed, settings["max_seq_len"])
     is_warm = False
 
     def on_step(stats: StepStats) -> None:
@@ -93,7 +94,7 @@ def bench_latency(
     engine: EngineFlags,
 ) -> None:
     """Answer one batch again and again; flags are named as in `vllm bench latency`."""
-    from trtcb.bench.offline import AfterWarmUp, measure_latency
+    from trtcb.bench.offline import AfterWarmUp, check_batch, check_lengths, measure_latency
     from trtcb.bench.profiled_llm import empty_breakdown, open_profiled
     from trtcb.bench.token_times import TokenTimes
     from trtcb.bench.workload import RandomWorkload, check_count
@@ -106,6 +107,8 @@ def bench_latency(
     batch = RandomWorkload(num_prompts=batch_size, random_input_len=input_len, random_output_len=output_len)
     check_writable(output_json)
     settings = _settings(engine, plan)
+    check_batch(batch, settings["max_batch_size"])
+    check_lengths(batch, seed, settings["max_seq_len"])
     times = TokenTimes()
     breakdown = empty_breakdown(plan) if profile else None
     observers = [times.step] if breakdown is None else [times.step, breakdown.step]
@@ -119,7 +122,6 @@ def bench_latency(
         latencies = measure_latency(
             llm,
             batch,
-            max_batch_size=settings["max_batch_size"],
             num_warmups=num_iters_warmup,
             num_iters=num_iters,
             seed=seed,

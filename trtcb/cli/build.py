@@ -154,15 +154,16 @@ def _distance(config: BuildConfig, report: "BuildReport") -> str:
 
 
 def _dry_run(config: BuildConfig, pool: int | None, fraction: float, *, as_json: bool) -> None:
+    from trtcb.builder.build import compile_options
     from trtcb.builder.estimate import estimate
 
     spec, checkpoint_dtype = _shape(config)
-    weight_dtype, kv_dtype = config.weight_type(checkpoint_dtype), config.kv_type(checkpoint_dtype)
-    limits = config.limits(spec)
+    options = compile_options(config, spec, checkpoint_dtype)
+    limits = options.limits
     result = estimate(
         spec,
-        weight_dtype=weight_dtype,
-        kv_dtype=kv_dtype,
+        weight_dtype=options.weight_dtype,
+        kv_dtype=options.kv_dtype,
         limits=limits,
         available_bytes=available_memory(),
         kv_memory_bytes=pool,
@@ -173,7 +174,7 @@ def _dry_run(config: BuildConfig, pool: int | None, fraction: float, *, as_json:
         return
     rows = {
         "model": f"{spec.name}, {result.num_params / 1e6:,.1f} M parameters",
-        "types": f"weights {weight_dtype.value}, KV {kv_dtype.value}",
+        "types": f"weights {options.weight_dtype.value}, KV {options.kv_dtype.value}",
         "limits": f"batch {limits.max_batch_size}, {limits.max_num_tokens} tokens a step, "
         f"sequences of {limits.max_seq_len} tokens, blocks of {limits.block_size}",
         "plan": f"{config.plan_path}, about {format_size(result.plan_bytes)}",

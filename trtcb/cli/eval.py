@@ -2,21 +2,19 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trtcb.cli.engine_flags import CPU_ENGINE_HELP
-from trtcb.memory import format_size
 
 if TYPE_CHECKING:
-    from trtcb.builder.report import OnProgress, OnStage
     from trtcb.evaluation.evaluation import EvalOptions, Evaluation
     from trtcb.evaluation.limits import DriftLimits
     from trtcb.plan_format import PlanHeader
+
+_NAME_WIDTH = len("reference: greedy text")  # of the longest stage
 
 
 def evaluate(
@@ -83,6 +81,7 @@ def evaluate(
 
 
 def _run(path: Path, against: str | None, options: "EvalOptions") -> "tuple[Evaluation, PlanHeader, PlanHeader | None]":
+    from trtcb.cli.progress import stage_display
     from trtcb.evaluation.evaluation import evaluate as run_evaluation
     from trtcb.evaluation.reference import has_random_weights, open_reference, tokenizer_of
     from trtcb.evaluation.report import types_of
@@ -98,29 +97,19 @@ def _run(path: Path, against: str | None, options: "EvalOptions") -> "tuple[Eval
             )
         reference = None
         if against != "none":
-            with _progress(format_size) as (on_stage, on_progress):
-                reference = open_reference(plan, against, on_note=_note, on_stage=on_stage, on_progress=on_progress)
+            with stage_display(name_width=_NAME_WIDTH) as shown:
+                reference = open_reference(
+                    plan, against, on_note=_note, on_stage=shown.on_stage, on_progress=shown.on_progress
+                )
             print(f"against {against or 'its own model'}: {types_of(reference.header)}")
         print(flush=True)
         compared = None if reference is None else reference.header
-        with _progress(lambda tokens: f"{tokens:,} tok") as (on_stage, on_progress):
-            return run_evaluation(plan, reference, options, on_stage, on_progress), header, compared
+        with stage_display(size=lambda tokens: f"{tokens:,} tok", name_width=_NAME_WIDTH) as shown:
+            return run_evaluation(plan, reference, options, shown.on_stage, shown.on_progress), header, compared
 
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-@contextmanager
-def _progress(size: Callable[[int], str]) -> "Iterator[tuple[OnStage, OnProgress]]":
-    """Bars on a terminal, and nothing anywhere else: the table should stand alone in a log."""
-    if not sys.stderr.isatty():
-        yield (lambda name, total: None), (lambda amount: None)
-        return
-    from trtcb.cli.progress import BarDisplay
-
-    with BarDisplay(size, name_width=len("reference: greedy text")) as display:
-        yield display.on_stage, display.on_progress
 
 
 def _write_json(

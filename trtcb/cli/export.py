@@ -62,7 +62,7 @@ def export(
     with stage_display() as display:
         display.on_stage("model", 0)
         checkpoint = open_checkpoint(config)
-        options = compile_options(config, checkpoint)
+        options = compile_options(config, checkpoint.spec, checkpoint.weight_dtype)
         display.on_stage("graph", 0)
         graph = build_graph(
             checkpoint.spec,

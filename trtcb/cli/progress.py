@@ -11,8 +11,8 @@ from trtcb.memory import format_size
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-_PLAIN_STEP = 0.25  # a plain line each quarter of a stage, and not more often than
-_PLAIN_INTERVAL_S = 5.0
+_PLAIN_STEP = 0.1  # a plain line each tenth of a stage, and not more often than
+_PLAIN_INTERVAL_S = 10.0
 
 
 class StageDisplay(Protocol):
@@ -33,9 +33,11 @@ class StageDisplay(Protocol):
         """Leave the terminal as it was."""
 
 
-def stage_display(out: TextIO = sys.stderr) -> StageDisplay:
-    """Choose the display that ``out`` can show."""
-    return BarDisplay() if out.isatty() else LineDisplay(out)
+def stage_display(
+    out: TextIO = sys.stderr, size: Callable[[int], str] = format_size, name_width: int = 12
+) -> StageDisplay:
+    """Choose the display that ``out`` can show; the others are :class:`BarDisplay`'s."""
+    return BarDisplay(size, name_width) if out.isatty() else LineDisplay(out, size)
 
 
 class BarDisplay:
@@ -92,10 +94,14 @@ class BarDisplay:
 
 
 class LineDisplay:
-    """A line when a stage begins, and a few while a long one runs: what a log file or a CI job can show."""
+    """A line when a stage begins, and a few while a long one runs: what a log file or a CI job can show.
 
-    def __init__(self, out: TextIO) -> None:
+    ``size`` is as in :class:`BarDisplay`.
+    """
+
+    def __init__(self, out: TextIO, size: Callable[[int], str] = format_size) -> None:
         self._out = out
+        self._size = size
         self._name = ""
         self._total = self._done = 0
         self._started = self._told_at = 0.0
@@ -106,7 +112,7 @@ class LineDisplay:
         self._name, self._total, self._done = name, total, 0
         self._started = self._told_at = time.monotonic()
         self._told_share = 0.0
-        self._say(f"{name} ({format_size(total)})" if total else name)
+        self._say(f"{name} ({self._size(total)})" if total else name)
 
     def on_progress(self, amount: int) -> None:
         """Print the share that is done and the time left, seldom."""
