@@ -18,6 +18,7 @@ from trtcb.plugins.cpu.simd import (
     div,
     exp_weight,
     first_lanes,
+    fma,
     jit,
     load_f16,
     load_f32,
@@ -27,6 +28,7 @@ from trtcb.plugins.cpu.simd import (
     read_f32,
     read_i32,
     read_i64,
+    reciprocal,
     splat,
     store_bf16,
     store_f32,
@@ -45,7 +47,8 @@ UNITS = TILE // UNIT
 # what is known of the tile at hand, byte offsets
 TILE_KEY_SCALES = 0
 TILE_VALUE_SCALES = TILE_KEY_SCALES + TILE * 4
-TILE_KEY_UNITS = TILE_VALUE_SCALES + TILE * 4
+TILE_INVERSE_SCALES = TILE_VALUE_SCALES + TILE * 4
+TILE_KEY_UNITS = TILE_INVERSE_SCALES + TILE * 4
 TILE_VALUE_UNITS = TILE_KEY_UNITS + UNITS * 8
 TILE_NEXT_KEY_UNITS = TILE_VALUE_UNITS + UNITS * 8
 TILE_BYTES = TILE_NEXT_KEY_UNITS + UNITS * 8
@@ -138,12 +141,13 @@ def item_table(arguments: int, work: int, num_kv_heads: int) -> int:
 
 
 def make_locate_tile(
-    shape: AttentionShape, key_factor: float, value_factor: float
+    shape: AttentionShape, key_factor: float, value_factor: float, *, invert: bool = False
 ) -> Callable[[int, int, int, int, int, int], None]:
     """Make ``locate_tile(arguments, located, work, following, start, end)``.
 
     It writes the addresses of the tile's units and its scales, as fp32 and times a factor. Also the addresses of the
-    keys to prefetch: the next tile's, or those of the ``following`` work item.
+    keys to prefetch: the next tile's, or those of the ``following`` work item. ``invert`` asks for the reciprocals of
+    value scales, 0 for that of 0.
     """
     num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
     element_bytes, quantized = shape.element_bytes, shape.is_quantized
@@ -178,6 +182,8 @@ def make_locate_tile(
                     value_scales = mul(load_f16(read_i64(pools, 3), slot + i * LANES), splat(value_scale))
                     store_f32(located + TILE_KEY_SCALES, lane, key_scales)
                     store_f32(located + TILE_VALUE_SCALES, lane, value_scales)
+                    if invert:
+                        store_f32(located + TILE_INVERSE_SCALES, lane, reciprocal(value_scales))
 
     return locate_tile  # type: ignore[no-any-return, unused-ignore]
 
@@ -224,27 +230,26 @@ def make_end_rows(shape: AttentionShape, activation: str) -> Callable[[int, int,
     return end_rows  # type: ignore[no-any-return, unused-ignore]
 
 
-@jit
-def same(x: Vector) -> Vector:
-    """The weight as it is: where nothing is rounded before the sum."""
-    return x
-
-
 def make_softmax_row(
     shape: AttentionShape,
     *,
     exponential: Callable[[Vector], Vector] = exp_weight,
-    round_weight: Callable[[Vector], Vector] = same,
+    round_weight: Callable[[Vector], Vector] | None = None,
     store_weight: Callable[[int, int, Vector], None] = store_f32,
 ) -> Callable[[int, int, int, int, int, int, int], None]:
     """Make ``softmax_row(located, state, row, scores, weights, valid, units)``.
 
     It turns a row's scores of one tile into probabilities times value scales and updates the running state. Scores
     are changed; ``weights`` may be the same memory if they are stored as fp32. The first ``valid`` tokens count.
+
+    What ``round_weight`` changes is counted in the sum of probabilities, too: then they still weigh values by numbers
+    that add up to one.
     """
     quantized, row_vectors = shape.is_quantized, shape.head_dim // LANES
     rows = RowState(shape)
     maximum_at, total_at = rows.maximum, rows.total
+    rounded = round_weight is not None
+    round_to = round_weight or exponential
 
     @jit
     def softmax_row(located: int, state: int, row: int, scores: int, weights: int, valid: int, units: int) -> None:
@@ -266,10 +271,15 @@ def make_softmax_row(
         shift = splat(new)
         total = splat(ZERO)
         for i in range(units * UNIT_VECTORS):
-            weight = round_weight(exponential(sub(load_f32(scores, i * LANES), shift)))
+            weight = exponential(sub(load_f32(scores, i * LANES), shift))
+            if rounded and not quantized:
+                weight = round_to(weight)
             total = add(total, weight)
             if quantized:
                 weight = mul(weight, load_f32(located + TILE_VALUE_SCALES, i * LANES))
+                if rounded:
+                    lost = sub(round_to(weight), weight)
+                    total = fma(lost, load_f32(located + TILE_INVERSE_SCALES, i * LANES), total)
             store_weight(weights, i * LANES, weight)
         running = read_f32(state + total_at, row)
         if new > old:

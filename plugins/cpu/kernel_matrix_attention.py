@@ -1,9 +1,10 @@
 """Source of the paged attention kernel on the matrix unit. ``specialize.py`` rewrites the constants and compiles it.
 
 As ``kernel_attention.py`` in what it computes and how a batch is cut, but keys and values of a tile are turned into
-bf16 once per work item, exactly, and multiplied with queries and weights rounded to bf16. The rest is fp32. A row's
-result depends on its own query and its context's pool contents only, bit by bit: a row of a product does not depend on
-the other rows, a token that a row does not see has a weight of exactly zero, and tiles lie at absolute positions.
+bf16 once per work item, exactly, and multiplied with queries as sums of two bf16 (one alone would cost more accuracy
+than all the rest) and with weights rounded to bf16. Everything else is fp32. A row's result depends on its own query
+and its context's pool contents only, bit by bit: a row of a product does not depend on the other rows, a token that a
+row does not see has a weight of exactly zero, and tiles lie at absolute positions.
 """
 
 import numpy as np
@@ -25,7 +26,6 @@ from trtcb.plugins.cpu.attention_work import (
     make_end_rows,
     make_locate_tile,
     make_softmax_row,
-    same,
 )
 from trtcb.plugins.cpu.matrix_attention_tile import (
     BF16_SCALE,
@@ -36,7 +36,7 @@ from trtcb.plugins.cpu.matrix_attention_tile import (
     round_bf16,
     store_rounded_bf16,
 )
-from trtcb.plugins.cpu.simd import Vector, exp2_weight, fetch_add, jit, mul, read_i32, read_i64, splat
+from trtcb.plugins.cpu.simd import Vector, exp2_weight, fetch_add, jit, mul, read_i32, read_i64, splat, sub
 
 # --- constants of a specialisation ---
 NUM_HEADS = 9
@@ -65,8 +65,9 @@ QUERY_FACTOR = np.float32(QUERY_SCALE * LOG2_E)
 SCORE_STRIDE = (TILE + 16) * 4
 WEIGHT_STRIDE = (TILE + 32) * 2
 STATE = 0
+QUERY_BYTES = SHAPE.max_rows * HEAD_DIM * 2
 QUERY = STATE + RowState(SHAPE).num_bytes
-SCORES = QUERY + SHAPE.max_rows * HEAD_DIM * 2
+SCORES = QUERY + 2 * QUERY_BYTES
 WEIGHTS = SCORES + ROWS * SCORE_STRIDE
 LOCATED = WEIGHTS + ROWS * WEIGHT_STRIDE
 KEYS = (LOCATED + TILE_BYTES + 63) // 64 * 64
@@ -76,24 +77,24 @@ SCRATCH_BYTES = (VALUES + UNITS * UNIT_BYTES + 4095) // 4096 * 4096
 
 @jit
 def store_query(address: int, index: int, x: Vector) -> None:
-    """A query in bf16, scaled."""
-    store_rounded_bf16(address, index, mul(x, splat(QUERY_FACTOR)))
+    """A query, scaled, as bf16 and the bf16 of what that lacks."""
+    scaled = mul(x, splat(QUERY_FACTOR))
+    store_rounded_bf16(address, index, scaled)
+    store_rounded_bf16(address + QUERY_BYTES, index, sub(scaled, round_bf16(scaled)))
 
 
 begin_rows = make_begin_rows(SHAPE, store_query)
 end_rows = make_end_rows(SHAPE, ACTIVATION)
-locate_tile = make_locate_tile(SHAPE, BF16_SCALE[KV_FORMAT] / QUERY_SCALE, BF16_SCALE[KV_FORMAT])
+locate_tile = make_locate_tile(SHAPE, BF16_SCALE[KV_FORMAT] / QUERY_SCALE, BF16_SCALE[KV_FORMAT], invert=True)
 softmax_row = make_softmax_row(
     SHAPE,
     exponential=exp2_weight,
-    round_weight=same
-    if SHAPE.is_quantized
-    else round_bf16,  # the sum has what is multiplied, if no scale comes between
+    round_weight=round_bf16,
     store_weight=store_rounded_bf16,
 )
 convert_keys = define_convert(ConvertSpec(KV_FORMAT, HEAD_DIM, UNIT, BLOCK_SIZE, UNIT_POOL_BYTES // (HEAD_DIM // 2)))
 convert_values = define_convert(ConvertSpec(KV_FORMAT, UNIT, HEAD_DIM, HEAD_DIM, UNIT_POOL_BYTES // (UNIT // 2)))
-score_units = define_scores(HEAD_DIM, HEAD_DIM * 2, SCORE_STRIDE)
+score_units = define_scores(HEAD_DIM, QUERY_BYTES, SCORE_STRIDE)
 add_context = define_context(HEAD_DIM, WEIGHT_STRIDE)
 
 

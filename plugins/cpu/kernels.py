@@ -26,6 +26,7 @@ __all__ = [
     "KernelConfig",
     "PoolAddresses",
     "allocate_pools",
+    "attends_on_matrix_unit",
     "float_bits",
     "isa_fingerprint",
     "load_kernels",
@@ -177,8 +178,8 @@ def float_bits(number: float) -> int:
     return bits
 
 
-def _on_matrix_unit(config: KernelConfig) -> bool:
-    """Whether attention is computed there: with keys and values that are exact in bf16."""
+def attends_on_matrix_unit(config: KernelConfig) -> bool:
+    """Whether attention is computed there: where keys and values are exact in bf16."""
     exact = config.kv_dtype.value in BF16_SCALE and config.head_dim % WIDTH == 0
     return exact and matrix_unit.is_usable() and all(map(has_feature, FEATURES))
 
@@ -204,7 +205,7 @@ def load_kernels(
         "ACTIVATION": config.activation,
     }
     attention, source = {**constants, "ACCUMULATORS": accumulators()}, "kernel_attention"
-    if _on_matrix_unit(config):
+    if attends_on_matrix_unit(config):
         attention, source = constants, "kernel_matrix_attention"
     tokens_per_item: int = load_module(source, attention).TOKENS_PER_ITEM
     functions = {

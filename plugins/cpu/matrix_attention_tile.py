@@ -5,7 +5,7 @@ The unit multiplies ``A[rows, depth] @ B[depth, 16 columns]`` with B in pairs al
 come from two neighbouring rows of the pool, so one conversion serves both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,7 +33,6 @@ from trtcb.plugins.cpu.vector_ir import (
 )
 
 WIDTH = 32  # elements of a row converted at once: two tiles' columns
-TILE_PAIRS = matrix_unit.TILE_BYTES // matrix_unit.ROW_BYTES
 FEATURES = ("avx512bf16", "avx512bw", "avx512fp16", "avx512vbmi")
 """Instruction sets that the conversions are meant for; every processor with the unit has them."""
 
@@ -166,27 +165,28 @@ def _loop(builder: Builder, count: int | Value) -> _Loop:
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def define_scores(head_dim: int, query_stride: int, score_stride: int) -> Callable[[int, int, int], None]:
+def define_scores(head_dim: int, remainder: int, score_stride: int) -> Callable[[int, int, int], None]:
     """Make ``scores(queries, keys, scores)``: some rows' scores of two units of keys, fp32.
 
-    Strides count bytes between rows. Keys are four tiles' columns of tokens, as :class:`ConvertSpec` describes.
+    Queries are sums of two bf16, the second ``remainder`` bytes after the first. Rows of scores are ``score_stride``
+    bytes apart. Keys are four tiles' columns of tokens, as :class:`ConvertSpec` describes.
     """
-    symbol = f"matrix_scores_{head_dim}_{query_stride}_{score_stride}"
-    return define_outlined(symbol, 3, partial(_emit_scores, head_dim, query_stride, score_stride))
+    symbol = f"matrix_scores_{head_dim}_{remainder}_{score_stride}"
+    return define_outlined(symbol, 3, partial(_emit_scores, head_dim, remainder, score_stride))
 
 
 def _emit_scores(
-    head_dim: int, query_stride: int, score_stride: int, builder: Builder, queries: Value, keys: Value, scores: Value
+    head_dim: int, remainder: int, score_stride: int, builder: Builder, queries: Value, keys: Value, scores: Value
 ) -> None:
     for c in matrix_unit.C_TILES:
         matrix_unit.emit_zero(builder, c)
     for step in range(head_dim // WIDTH):
-        a = matrix_unit.A_TILES[step % 2]
-        at = builder.add(queries, ir.Constant(I64, step * matrix_unit.ROW_BYTES))
-        matrix_unit.emit_load(builder, a, at, matrix_unit.emit_number(query_stride))
+        for a, part in zip(matrix_unit.A_TILES, (0, remainder), strict=True):
+            at = builder.add(queries, ir.Constant(I64, part + step * matrix_unit.ROW_BYTES))
+            matrix_unit.emit_load(builder, a, at, matrix_unit.emit_number(head_dim * 2))
         for c in matrix_unit.C_TILES:
             offset = c * head_dim // 2 * matrix_unit.ROW_BYTES + step * matrix_unit.TILE_BYTES
-            _multiply(builder, c, a, builder.add(keys, ir.Constant(I64, offset)))
+            _multiply(builder, c, matrix_unit.A_TILES, builder.add(keys, ir.Constant(I64, offset)))
     for c in matrix_unit.C_TILES:
         at = builder.add(scores, ir.Constant(I64, c * matrix_unit.ROW_BYTES))
         matrix_unit.emit_store(builder, c, at, matrix_unit.emit_number(score_stride))
@@ -227,16 +227,17 @@ def _emit_context(
             unit_values = builder.add(values, builder.mul(unit, unit_bytes))
             for c in tiles:
                 offset = (first + c) * matrix_unit.TILE_BYTES
-                _multiply(builder, c, a, builder.add(unit_values, ir.Constant(I64, offset)))
+                _multiply(builder, c, (a,), builder.add(unit_values, ir.Constant(I64, offset)))
         for c in tiles:
             matrix_unit.emit_store(builder, c, places[c], stride)
     builder.ret_void()
 
 
-def _multiply(builder: Builder, c: int, a: int, b_address: Value) -> None:
+def _multiply(builder: Builder, c: int, factors: Sequence[int], b_address: Value) -> None:
     b = matrix_unit.B_TILES[c % 2]
     matrix_unit.emit_load(builder, b, b_address, matrix_unit.emit_number(matrix_unit.ROW_BYTES))
-    matrix_unit.emit_bf16_product(builder, c, a, b)
+    for a in factors:
+        matrix_unit.emit_bf16_product(builder, c, a, b)
 
 
 # --- numbers between the products ------------------------------------------------------------------------------------
