@@ -73,12 +73,12 @@ def _emit_convert(spec: ConvertSpec, builder: Builder, source: Value, target: Va
         line = builder.add(target, builder.mul(pair, ir.Constant(I64, matrix_unit.ROW_BYTES)))
         for column in range(0, spec.columns, WIDTH):
             offset = ir.Constant(I64, column)
-            rows = [
+            upper, lower = (
                 _load(builder, source, builder.add(row, offset), I16 if spec.kv_format == "bf16" else I8)
                 for row in (first, second)
-            ]
+            )
             for half in range(2):
-                pairs = _EMIT_PAIRS[spec.kv_format](builder, *rows, half * LANES)
+                pairs = _EMIT_PAIRS[spec.kv_format](builder, upper, lower, half * LANES)
                 tile = (column // LANES + half) * spec.rows // 2 * matrix_unit.ROW_BYTES
                 pointer = builder.inttoptr(builder.add(line, ir.Constant(I64, tile)), pairs.type.as_pointer())
                 builder.store(pairs, pointer, align=8)
@@ -243,7 +243,7 @@ def _multiply(builder: Builder, c: int, factors: Sequence[int], b_address: Value
 # --- numbers between the products ------------------------------------------------------------------------------------
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc, unused-ignore]
     """LLVM's bf16, which llvmlite has no name for."""
 
     def _to_string(self) -> str:
