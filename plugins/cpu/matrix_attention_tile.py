@@ -67,7 +67,7 @@ def define_convert(spec: ConvertSpec) -> Callable[[int, int, int], None]:
 
 def _emit_convert(spec: ConvertSpec, builder: Builder, source: Value, target: Value, prefetch: Value) -> None:
     with _loop(builder, spec.rows // 2) as pair:
-        emit_prefetch(builder, prefetch, pair, spec.prefetch_bytes)
+        emit_prefetch(builder, prefetch, pair, spec.prefetch_bytes, nearest=False)
         first = builder.mul(pair, ir.Constant(I64, 2 * spec.stride))
         second = builder.add(first, ir.Constant(I64, spec.stride))
         line = builder.add(target, builder.mul(pair, ir.Constant(I64, matrix_unit.ROW_BYTES)))
