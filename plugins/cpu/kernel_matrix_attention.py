@@ -33,10 +33,11 @@ from trtcb.plugins.cpu.matrix_attention_tile import (
     define_context,
     define_convert,
     define_scores,
+    exp2_weight,
     round_bf16,
     store_rounded_bf16,
 )
-from trtcb.plugins.cpu.simd import Vector, exp2_weight, fetch_add, jit, mul, read_i32, read_i64, splat, sub
+from trtcb.plugins.cpu.simd import Vector, fetch_add, jit, mul, read_i32, read_i64, splat, sub
 
 # --- constants of a specialisation ---
 NUM_HEADS = 9

@@ -15,6 +15,7 @@ from numba import types
 from trtcb.plugins.cpu import matrix_unit
 from trtcb.plugins.cpu.vector_ir import (
     F16,
+    F32,
     I8,
     I16,
     I32,
@@ -27,14 +28,16 @@ from trtcb.plugins.cpu.vector_ir import (
     constant,
     define,
     define_outlined,
+    emit_call,
+    emit_intrinsic,
     emit_pointer,
     emit_prefetch,
     f32x16,
 )
 
 WIDTH = 32  # elements of a row converted at once: two tiles' columns
-FEATURES = ("avx512bf16", "avx512bw", "avx512fp16", "avx512vbmi")
-"""Instruction sets that the conversions are meant for; every processor with the unit has them."""
+FEATURES = ("avx512bf16", "avx512bw", "avx512dq", "avx512fp16", "avx512vbmi")
+"""Instruction sets that all this is meant for; every processor with the unit has them."""
 
 BF16_SCALE = {"bf16": 1.0, "int8": 2.0**104, "fp8": 2.0**105}
 """Factor between a stored number and the bf16 made of it. Formats that can become bf16, all of them exactly."""
@@ -273,3 +276,22 @@ def store_rounded_bf16(builder: Builder, address: Value, index: Value, x: Value)
     """bf16 as :func:`round_bf16` makes them."""
     rounded = _rounded(builder, x)
     builder.store(rounded, emit_pointer(builder, address, index, I16, rounded.type), align=2)
+
+
+@define(f32x16, f32x16)
+def exp2_weight(builder: Builder, x: Value) -> Value:
+    """``2 ** x`` for ``x <= 0``, a weight that is rounded to bf16 anyway, within 3e-6; 0 for minus infinity, NaN kept.
+
+    A polynomial for the fraction above the next lower whole number, exact at 0, and AVX-512's two instructions that
+    take a number apart and together.
+    """
+    everything, exact = ir.Constant(I16, -1), ir.Constant(I32, 4)
+    r = _avx512(builder, "reduce", x, ir.Constant(I32, 9), x, everything, exact)
+    p = constant(F32, 0.013426706709506816)
+    for coefficient in (0.05224243820152938, 0.2412802215935316, 0.6930448427766487, 1.0):
+        p = emit_call(builder, "fma", p, r, constant(F32, coefficient))
+    return _avx512(builder, "scalef", p, x, x, everything, exact)
+
+
+def _avx512(builder: Builder, name: str, *arguments: Value) -> Value:
+    return emit_intrinsic(builder, f"llvm.x86.avx512.mask.{name}.ps.512", VECTOR, arguments)

@@ -269,23 +269,6 @@ def exp_weight(builder: Builder, x: Value) -> Value:
     return builder.select(below, constant(F32, 0.0), builder.fmul(p, scale))
 
 
-@define(f32x16, f32x16)
-def exp2_weight(builder: Builder, x: Value) -> Value:
-    """``2 ** x`` for ``x <= 0``, a weight that is rounded to bf16 anyway, within 3e-6; 0 below -126, NaN kept.
-
-    As :func:`exp_weight` with a polynomial of one degree less.
-    """
-    magic = constant(F32, 12582912.0 + 127)
-    below = builder.fcmp_ordered("<", x, constant(F32, -126.0))
-    shifted = builder.fadd(x, magic)
-    r = builder.fsub(x, builder.fsub(shifted, magic))
-    p = constant(F32, 0.009582854875963779)
-    for coefficient in (0.05590643239822129, 0.24024098625999188, 0.693124192531281, 1.0):
-        p = emit_call(builder, "fma", p, r, constant(F32, coefficient))
-    scale = builder.bitcast(builder.shl(builder.bitcast(shifted, INTEGERS), constant(I32, 23)), VECTOR)
-    return builder.select(below, constant(F32, 0.0), builder.fmul(p, scale))
-
-
 # --- lanes and reductions: one fixed order ---------------------------------------------------------------------------
 
 
