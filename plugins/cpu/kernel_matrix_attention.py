@@ -100,48 +100,74 @@ add_context = define_context(HEAD_DIM, WEIGHT_STRIDE)
 
 
 @jit
-def attend_tile(scratch: int, start: int, first_position: int, num_tokens: int) -> None:
-    """All rows of an item over one tile. What a block of rows sees first is converted then; all see the first units.
+def convert_two(scratch: int, unit: int, first: int, units: int, keys: int) -> None:
+    """Convert the keys of two units, or what of them lies from ``first`` to ``units``."""
+    for i in range(UNITS_AT_ONCE):
+        if first <= unit + i and unit + i < units:
+            following = read_i64(scratch + LOCATED + TILE_VALUE_UNITS, unit + i)
+            convert_keys(read_i64(scratch + LOCATED + TILE_KEY_UNITS, unit + i), keys + i * UNIT_BYTES, following)
 
-    The converted units of an item with one block of rows lie at the same place, where they stay in the nearest cache.
+
+@jit
+def convert_value_unit(scratch: int, unit: int, values: int) -> None:
+    """Convert the values of a unit."""
+    following = read_i64(scratch + LOCATED + TILE_NEXT_KEY_UNITS, unit)
+    convert_values(read_i64(scratch + LOCATED + TILE_VALUE_UNITS, unit), values, following)
+
+
+@jit
+def weigh(scratch: int, row: int, last: int, valid: int, units: int) -> None:
+    """Softmax of a block of rows; ``valid`` tokens of the tile are seen by the ``last``."""
+    for r in range(row, last + 1):
+        row_valid = min(valid - (last // GROUP - r // GROUP), units * UNIT)
+        scores = scratch + SCORES + (r - row) * SCORE_STRIDE
+        weights = scratch + WEIGHTS + (r - row) * WEIGHT_STRIDE
+        softmax_row(scratch + LOCATED, scratch + STATE, r, scores, weights, row_valid, units)
+
+
+@jit
+def attend_block(scratch: int, start: int, first_position: int, rows: int) -> None:
+    """All rows of an item with one block of them over one tile.
+
+    What is converted stays in the nearest cache: it takes turns at two places, and is used one turn later, when it has
+    arrived there.
     """
-    rows = num_tokens * GROUP
-    unit_bytes = UNIT_BYTES if rows > ROWS else 0
+    valid = first_position + (rows - 1) // GROUP + 1 - start
+    units = min(UNITS, (valid + UNIT - 1) // UNIT)
+    keys, other = scratch + KEYS, scratch + KEYS + UNITS_AT_ONCE * UNIT_BYTES
+    convert_two(scratch, 0, 0, units, keys)
+    for unit in range(0, units, UNITS_AT_ONCE):
+        convert_two(scratch, unit + UNITS_AT_ONCE, 0, units, other)
+        score_units(scratch + QUERY, keys, scratch + SCORES + unit * UNIT * 4)
+        keys, other = other, keys
+    weigh(scratch, 0, rows - 1, valid, units)
+    values, other = scratch + VALUES, scratch + VALUES + UNIT_BYTES
+    convert_value_unit(scratch, 0, values)
+    for unit in range(units):
+        if unit + 1 < units:
+            convert_value_unit(scratch, unit + 1, other)
+        add_context(scratch + WEIGHTS + unit * UNIT * 2, values, 0, 1, scratch + STATE)
+        values, other = other, values
+
+
+@jit
+def attend_blocks(scratch: int, start: int, first_position: int, rows: int) -> None:
+    """All rows of an item over one tile, whose units are converted when a block of rows is the first to see them."""
     converted = 0
-    located = scratch + LOCATED
     for row in range(0, rows, ROWS):
         last = min(row + ROWS, rows) - 1
         valid = first_position + last // GROUP + 1 - start
         units = min(UNITS, (valid + UNIT - 1) // UNIT)
         if units > 0:
             for unit in range(0, units, UNITS_AT_ONCE):
-                keys = scratch + KEYS + unit * unit_bytes
-                for i in range(UNITS_AT_ONCE):
-                    if converted <= unit + i and unit + i < units:
-                        source, following = (
-                            read_i64(located + TILE_KEY_UNITS, unit + i),
-                            read_i64(located + TILE_VALUE_UNITS, unit + i),
-                        )
-                        convert_keys(source, keys + i * UNIT_BYTES, following)
-                scores = scratch + SCORES + unit * UNIT * 4
-                score_units(scratch + QUERY + row * HEAD_DIM * 2, keys, scores)
-            for r in range(row, last + 1):
-                row_valid = min(valid - (last // GROUP - r // GROUP), units * UNIT)
-                scores = scratch + SCORES + (r - row) * SCORE_STRIDE
-                weights = scratch + WEIGHTS + (r - row) * WEIGHT_STRIDE
-                softmax_row(located, scratch + STATE, r, scores, weights, row_valid, units)
+                keys = scratch + KEYS + unit * UNIT_BYTES
+                convert_two(scratch, unit, converted, units, keys)
+                score_units(scratch + QUERY + row * HEAD_DIM * 2, keys, scratch + SCORES + unit * UNIT * 4)
+            weigh(scratch, row, last, valid, units)
+            for unit in range(converted, units):
+                convert_value_unit(scratch, unit, scratch + VALUES + unit * UNIT_BYTES)
             context = scratch + STATE + row * HEAD_DIM * 4
-            if unit_bytes:
-                for unit in range(converted, units):
-                    following = read_i64(located + TILE_NEXT_KEY_UNITS, unit)
-                    values = scratch + VALUES + unit * unit_bytes
-                    convert_values(read_i64(located + TILE_VALUE_UNITS, unit), values, following)
-                add_context(scratch + WEIGHTS, scratch + VALUES, unit_bytes, units, context)
-            else:
-                for unit in range(units):
-                    following = read_i64(located + TILE_NEXT_KEY_UNITS, unit)
-                    convert_values(read_i64(located + TILE_VALUE_UNITS, unit), scratch + VALUES, following)
-                    add_context(scratch + WEIGHTS + unit * UNIT * 2, scratch + VALUES, 0, 1, context)
+            add_context(scratch + WEIGHTS, scratch + VALUES, UNIT_BYTES, units, context)
             converted = max(converted, units)
 
 
@@ -153,7 +179,10 @@ def attend(arguments: int, scratch: int, work: int, following: int) -> None:
     end = item_end(arguments, work, NUM_KV_HEADS)
     for start in range(0, end, TILE):
         locate_tile(arguments, scratch + LOCATED, work, following, start, end)
-        attend_tile(scratch, start, end - num_tokens, num_tokens)
+        if num_tokens * GROUP <= ROWS:
+            attend_block(scratch, start, end - num_tokens, num_tokens * GROUP)
+        else:
+            attend_blocks(scratch, start, end - num_tokens, num_tokens * GROUP)
     end_rows(arguments, work, scratch + STATE)
 
 
