@@ -55,6 +55,7 @@ ROWS = matrix_unit.ROWS
 UNIT_POOL_BYTES = UNIT * HEAD_DIM * SHAPE.element_bytes
 UNIT_BYTES = UNIT * HEAD_DIM * 2
 UNITS_AT_ONCE = 2  # of a product of scores
+VALUES_AT_ONCE = 4  # units of values converted before they are used
 
 # Scores become powers of two, and half of what the stored numbers lack is made up for by queries: nothing that is
 # multiplied may come near the limits of bf16.
@@ -129,8 +130,8 @@ def weigh(scratch: int, row: int, last: int, valid: int, units: int) -> None:
 def attend_block(scratch: int, start: int, first_position: int, rows: int) -> None:
     """All rows of an item with one block of them over one tile.
 
-    What is converted stays in the nearest cache: it takes turns at two places, and is used one turn later, when it has
-    arrived there.
+    What is converted stays in the nearest cache: keys take turns at two places, and are used one turn later, when they
+    have arrived there; values are used a few units at a time.
     """
     valid = first_position + (rows - 1) // GROUP + 1 - start
     units = min(UNITS, (valid + UNIT - 1) // UNIT)
@@ -141,13 +142,12 @@ def attend_block(scratch: int, start: int, first_position: int, rows: int) -> No
         score_units(scratch + QUERY, keys, scratch + SCORES + unit * UNIT * 4)
         keys, other = other, keys
     weigh(scratch, 0, rows - 1, valid, units)
-    values, other = scratch + VALUES, scratch + VALUES + UNIT_BYTES
-    convert_value_unit(scratch, 0, values)
-    for unit in range(units):
-        if unit + 1 < units:
-            convert_value_unit(scratch, unit + 1, other)
-        add_context(scratch + WEIGHTS + unit * UNIT * 2, values, 0, 1, scratch + STATE)
-        values, other = other, values
+    for first in range(0, units, VALUES_AT_ONCE):
+        count = min(VALUES_AT_ONCE, units - first)
+        for i in range(count):
+            convert_value_unit(scratch, first + i, scratch + VALUES + i * UNIT_BYTES)
+        weights = scratch + WEIGHTS + first * UNIT * 2
+        add_context(weights, scratch + VALUES, UNIT_BYTES, count, scratch + STATE)
 
 
 @jit
