@@ -11,41 +11,28 @@ Few rows read the pool's format directly; more rows first turn the tile into fp3
 
 from collections.abc import Callable
 
-import numpy as np
 from numba import types
 
-from trtcb.plugins.cpu.kernel_plan import ITEM_FIELDS
-from trtcb.plugins.cpu.simd import (
-    add,
-    div,
-    exp_weight,
-    fetch_add,
-    first_lanes,
-    jit,
-    load_f16,
-    load_f32,
-    max_lanes,
-    maximum,
-    mul,
-    read_f32,
-    read_i32,
-    read_i64,
-    splat,
-    store_bf16,
-    store_f32,
-    sub,
-    sum_lanes,
-    write_f32,
-    write_i64,
+from trtcb.plugins.cpu.attention_work import (
+    TILE,
+    TILE_BYTES,
+    TILE_KEY_UNITS,
+    TILE_NEXT_KEY_UNITS,
+    TILE_VALUE_UNITS,
+    UNIT,
+    UNIT_VECTORS,
+    AttentionShape,
+    RowState,
+    item_address,
+    item_end,
+    make_begin_rows,
+    make_end_rows,
+    make_locate_tile,
+    make_softmax_row,
 )
+from trtcb.plugins.cpu.simd import fetch_add, jit, read_i32, read_i64, store_f32, write_i64
 from trtcb.plugins.cpu.tile import TileSpec, define_tile, largest_divisor, value_shape
-from trtcb.plugins.cpu.vector_ir import (
-    E4M3_SCALE,
-    EMIT_LOAD,
-    LANES,
-    define,
-    f32x16,
-)
+from trtcb.plugins.cpu.vector_ir import E4M3_SCALE, EMIT_LOAD, LANES, define, f32x16
 
 # --- constants of a specialisation ---
 NUM_HEADS = 9
@@ -57,79 +44,34 @@ ACTIVATION = "bf16"
 ACCUMULATORS = 24
 # --- end of constants ---
 
-GROUP = NUM_HEADS // NUM_KV_HEADS
-QUANTIZED = KV_FORMAT in ("int8", "fp8")
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}[KV_FORMAT]
-LOAD_FORMAT, SCALE_FACTOR = ("fp8/256", np.float32(E4M3_SCALE)) if KV_FORMAT == "fp8" else (KV_FORMAT, np.float32(1))
+SHAPE = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV_FORMAT)
+GROUP = SHAPE.group
+ELEMENT_BYTES = SHAPE.element_bytes
+TOKENS_PER_ITEM = SHAPE.tokens_per_item
+LOAD_FORMAT, SCALE_FACTOR = ("fp8/256", E4M3_SCALE) if KV_FORMAT == "fp8" else (KV_FORMAT, 1.0)
 HEAD_VECTORS = HEAD_DIM // LANES
-TILE = 256  # tokens; part of the definition of a row's value
-UNIT = 32  # tokens a score tile covers; divides the block size
-UNIT_VECTORS = UNIT // LANES
-UNITS = TILE // UNIT
-TOKENS_PER_ITEM = max(8, 96 // GROUP)
 DIRECT_TOKENS = 2  # up to here converting keys and values per row costs less than a pass through scratch
-MAX_ROWS = TOKENS_PER_ITEM * GROUP
 SCORE_VECTORS = UNIT_VECTORS if ACCUMULATORS >= 16 else 1  # of a tile: columns need registers beside accumulators
 SMALL_ROWS = largest_divisor(GROUP, ACCUMULATORS // SCORE_VECTORS)
 LARGE_ROWS = SMALL_ROWS * max(1, ACCUMULATORS // SCORE_VECTORS // SMALL_ROWS)
 
 # one thread's scratch, byte offsets
-QUERY = 0
-CONTEXT = QUERY + MAX_ROWS * HEAD_DIM * 4
-SCORES = CONTEXT + MAX_ROWS * HEAD_DIM * 4
-MAXIMUM = SCORES + LARGE_ROWS * TILE * 4
-TOTAL = MAXIMUM + MAX_ROWS * 4
-KEY_SCALES = TOTAL + MAX_ROWS * 4
-VALUE_SCALES = KEY_SCALES + TILE * 4
-KEY_UNITS = VALUE_SCALES + TILE * 4
-VALUE_UNITS = KEY_UNITS + UNITS * 8
-NEXT_KEY_UNITS = VALUE_UNITS + UNITS * 8
-KEYS = NEXT_KEY_UNITS + UNITS * 8
+STATE = 0
+QUERY = STATE + RowState(SHAPE).num_bytes
+SCORES = QUERY + SHAPE.max_rows * HEAD_DIM * 4
+LOCATED = SCORES + LARGE_ROWS * TILE * 4
+KEY_UNITS, VALUE_UNITS, NEXT_KEY_UNITS = (
+    LOCATED + place for place in (TILE_KEY_UNITS, TILE_VALUE_UNITS, TILE_NEXT_KEY_UNITS)
+)
+KEYS = LOCATED + TILE_BYTES
 VALUES = KEYS + TILE * HEAD_DIM * 4
 SCRATCH_BYTES = (VALUES + TILE * HEAD_DIM * 4 + 4095) // 4096 * 4096
 
-NO_SCORE = np.float32(-np.inf)
-ZERO = np.float32(0)
-ONE = np.float32(1)
-
 load_kv = define(f32x16, types.int64, types.int64)(EMIT_LOAD[LOAD_FORMAT])
-store_activation = {"fp32": store_f32, "bf16": store_bf16}[ACTIVATION]
-
-
-@jit
-def softmax_row(scratch: int, row: int, scores: int, valid: int, units: int) -> None:
-    """Turn a row's scores of one tile into probabilities times value scales, in place; update the running state."""
-    if valid <= 0:
-        for i in range(units * UNIT_VECTORS):
-            store_f32(scores, i * LANES, splat(ZERO))
-        return
-    peak = splat(NO_SCORE)
-    for i in range(units * UNIT_VECTORS):
-        score = load_f32(scores, i * LANES)
-        if QUANTIZED:
-            score = mul(score, load_f32(scratch + KEY_SCALES, i * LANES))
-        if valid < (i + 1) * LANES:
-            score = first_lanes(score, valid - i * LANES, NO_SCORE)
-        store_f32(scores, i * LANES, score)
-        peak = maximum(score, peak)
-    old = read_f32(scratch + MAXIMUM, row)
-    new = max(old, max_lanes(peak))
-    shift = splat(new)
-    total = splat(ZERO)
-    for i in range(units * UNIT_VECTORS):
-        weight = exp_weight(sub(load_f32(scores, i * LANES), shift))
-        total = add(total, weight)
-        if QUANTIZED:
-            weight = mul(weight, load_f32(scratch + VALUE_SCALES, i * LANES))
-        store_f32(scores, i * LANES, weight)
-    running = read_f32(scratch + TOTAL, row)
-    if new > old:
-        decay = exp_weight(splat(old - new))
-        running = running * max_lanes(decay)
-        write_f32(scratch + MAXIMUM, row, new)
-        for i in range(row * HEAD_VECTORS, (row + 1) * HEAD_VECTORS):
-            store_f32(scratch + CONTEXT, i * LANES, mul(load_f32(scratch + CONTEXT, i * LANES), decay))
-    write_f32(scratch + TOTAL, row, running + sum_lanes(total))
+begin_rows = make_begin_rows(SHAPE, store_f32)
+end_rows = make_end_rows(SHAPE, ACTIVATION)
+locate_tile = make_locate_tile(SHAPE, SCALE_FACTOR, SCALE_FACTOR)
+softmax_row = make_softmax_row(SHAPE)
 
 
 def make_tile_pass(rows: int, *, direct: bool) -> Callable[[int, int, int, int], None]:
@@ -184,7 +126,8 @@ def make_tile_pass(rows: int, *, direct: bool) -> Callable[[int, int, int, int],
         last_token = (row + rows - 1) // GROUP
         for r in range(rows):
             hidden = last_token - (row + r) // GROUP
-            softmax_row(scratch, row + r, scores + r * TILE * 4, min(valid - hidden, units * UNIT), units)
+            row_scores, row_valid = scores + r * TILE * 4, min(valid - hidden, units * UNIT)
+            softmax_row(scratch + LOCATED, scratch + STATE, row + r, row_scores, row_scores, row_valid, units)
         for unit in range(units):
             values = read_i64(scratch + VALUE_UNITS, unit)
             next_keys = read_i64(scratch + NEXT_KEY_UNITS, unit)
@@ -193,7 +136,7 @@ def make_tile_pass(rows: int, *, direct: bool) -> Callable[[int, int, int, int],
                     value_tile(
                         scores + (r * TILE + unit * UNIT) * 4,
                         values + column * column_bytes,
-                        scratch + CONTEXT + ((row + r) * HEAD_DIM + column * value_vectors * LANES) * 4,
+                        scratch + STATE + ((row + r) * HEAD_DIM + column * value_vectors * LANES) * 4,
                         UNIT,
                         next_keys + column * prefetch_columns,
                     )
@@ -204,59 +147,6 @@ def make_tile_pass(rows: int, *, direct: bool) -> Callable[[int, int, int, int],
 direct_pass = make_tile_pass(SMALL_ROWS, direct=True)
 small_pass = make_tile_pass(SMALL_ROWS, direct=False)
 large_pass = make_tile_pass(LARGE_ROWS, direct=False)
-
-
-@jit
-def item_table(arguments: int, work: int) -> int:
-    """Address of the block table of a work item's sequence."""
-    sequence: int = read_i32(read_i64(arguments, 8), work // NUM_KV_HEADS * ITEM_FIELDS)
-    tables: int = read_i64(arguments, 5)
-    return tables + sequence * read_i64(arguments, 6) * 4
-
-
-@jit
-def item_end(arguments: int, work: int) -> int:
-    """One more than the position of a work item's last row."""
-    item = read_i64(arguments, 8) + work // NUM_KV_HEADS * ITEM_FIELDS * 4
-    first_position: int = read_i32(read_i64(arguments, 7), read_i32(item, 1))
-    return first_position + read_i32(item, 2)
-
-
-@jit
-def key_address(pools: int, table: int, head: int, token: int) -> int:
-    """Address of a unit's keys, the unit starting at ``token``."""
-    page: int = read_i32(table, token // BLOCK_SIZE) * NUM_KV_HEADS + head
-    keys: int = read_i64(pools, 0)
-    return keys + (page * HEAD_DIM * BLOCK_SIZE + token % BLOCK_SIZE) * ELEMENT_BYTES
-
-
-@jit
-def locate_tile(arguments: int, scratch: int, work: int, following: int, start: int, end: int) -> None:
-    """Write the addresses of the tile's units and its scales (as fp32) into scratch.
-
-    Also the addresses of the keys to prefetch: the next tile's, or those of the ``following`` work item.
-    """
-    pools, table, head = arguments + 8, item_table(arguments, work), work % NUM_KV_HEADS
-    next_table, next_head, next_start, next_end = table, head, start + TILE, end
-    if next_start >= end and following < read_i64(arguments, 9) * NUM_KV_HEADS:
-        next_table, next_head, next_start = item_table(arguments, following), following % NUM_KV_HEADS, 0
-        next_end = item_end(arguments, following)
-    for unit in range((min(TILE, end - start) + UNIT - 1) // UNIT):
-        token = start + unit * UNIT
-        keys = key_address(pools, table, head, token)
-        slot = (read_i32(table, token // BLOCK_SIZE) * NUM_KV_HEADS + head) * BLOCK_SIZE + token % BLOCK_SIZE
-        write_i64(scratch + KEY_UNITS, unit, keys)
-        write_i64(scratch + VALUE_UNITS, unit, read_i64(pools, 1) + slot * HEAD_DIM * ELEMENT_BYTES)
-        if next_start + unit * UNIT < next_end:
-            keys = key_address(pools, next_table, next_head, next_start + unit * UNIT)
-        write_i64(scratch + NEXT_KEY_UNITS, unit, keys)
-        if QUANTIZED:
-            for i in range(UNIT_VECTORS):
-                lane, factor = unit * UNIT + i * LANES, splat(SCALE_FACTOR)
-                key_scales = mul(load_f16(read_i64(pools, 2), slot + i * LANES), factor)
-                value_scales = mul(load_f16(read_i64(pools, 3), slot + i * LANES), factor)
-                store_f32(scratch + KEY_SCALES, lane, key_scales)
-                store_f32(scratch + VALUE_SCALES, lane, value_scales)
 
 
 @jit
@@ -302,27 +192,13 @@ def attend_tile(scratch: int, start: int, first_position: int, num_tokens: int) 
 @jit
 def attend(arguments: int, scratch: int, work: int, following: int) -> None:
     """One work item: some rows of a sequence and one KV head."""
-    item = read_i64(arguments, 8) + work // NUM_KV_HEADS * ITEM_FIELDS * 4
-    first, num_tokens, head = read_i32(item, 1), read_i32(item, 2), work % NUM_KV_HEADS
-    rows = num_tokens * GROUP
-    for r in range(rows):
-        source = ((first + r // GROUP) * NUM_HEADS + head * GROUP + r % GROUP) * HEAD_DIM
-        for i in range(HEAD_VECTORS):
-            value = load_f32(read_i64(arguments, 0), source + i * LANES)
-            store_f32(scratch + QUERY, r * HEAD_DIM + i * LANES, value)
-            store_f32(scratch + CONTEXT, r * HEAD_DIM + i * LANES, splat(ZERO))
-        write_f32(scratch + MAXIMUM, r, NO_SCORE)
-        write_f32(scratch + TOTAL, r, ZERO)
-    end = item_end(arguments, work)
+    num_tokens = read_i32(item_address(arguments, work, NUM_KV_HEADS), 2)
+    begin_rows(arguments, work, scratch + QUERY, scratch + STATE)
+    end = item_end(arguments, work, NUM_KV_HEADS)
     for start in range(0, end, TILE):
-        locate_tile(arguments, scratch, work, following, start, end)
+        locate_tile(arguments, scratch + LOCATED, work, following, start, end)
         attend_tile(scratch, start, end - num_tokens, num_tokens)
-    for r in range(rows):
-        target = ((first + r // GROUP) * NUM_HEADS + head * GROUP + r % GROUP) * HEAD_DIM
-        total = splat(read_f32(scratch + TOTAL, r))
-        for i in range(HEAD_VECTORS):
-            value = div(load_f32(scratch + CONTEXT, r * HEAD_DIM + i * LANES), total)
-            store_activation(read_i64(arguments, 10), target + i * LANES, value)
+    end_rows(arguments, work, scratch + STATE)
 
 
 def paged_attention(arguments: int, part: int, parts: int) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from trtcb.plugins.cpu.isa import accumulators, isa_fingerprint
+from trtcb.plugins.cpu import matrix_unit
+from trtcb.plugins.cpu.isa import accumulators, has_feature, isa_fingerprint
 from trtcb.plugins.cpu.kernel_config import KernelConfig
+from trtcb.plugins.cpu.matrix_attention_tile import BF16_SCALE, FEATURES, WIDTH
 from trtcb.plugins.cpu.pools import PoolAddresses, allocate_pools, pool_nbytes_per_block, pool_shapes
 from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_launcher, load_module
 
@@ -24,6 +26,7 @@ __all__ = [
     "KernelConfig",
     "PoolAddresses",
     "allocate_pools",
+    "attends_on_matrix_unit",
     "float_bits",
     "isa_fingerprint",
     "load_kernels",
@@ -175,6 +178,12 @@ def float_bits(number: float) -> int:
     return bits
 
 
+def attends_on_matrix_unit(config: KernelConfig) -> bool:
+    """Whether attention is computed there: where keys and values are exact in bf16."""
+    exact = config.kv_dtype.value in BF16_SCALE and config.head_dim % WIDTH == 0
+    return exact and matrix_unit.is_usable() and all(map(has_feature, FEATURES))
+
+
 def load_kernels(
     config: KernelConfig, *, num_threads: int | None = None, on_progress: Progress | None = None
 ) -> CpuKernels:
@@ -195,14 +204,18 @@ def load_kernels(
         "ACTIVATION": config.activation,
         "RESULTS": config.results,
     }
-    attention = {**constants, "ACTIVATION": config.activation, "ACCUMULATORS": accumulators()}
-    tokens_per_item: int = load_module("kernel_attention", attention).TOKENS_PER_ITEM
+    source, attention = "kernel_attention", {**constants, "ACTIVATION": config.activation}
+    if attends_on_matrix_unit(config):
+        source = "kernel_matrix_attention"
+    else:
+        attention["ACCUMULATORS"] = accumulators()
+    tokens_per_item: int = load_module(source, attention).TOKENS_PER_ITEM
     functions = {
         **compile_kernels("kernel_rows", rows, on_progress),
         **compile_kernels("kernel_rope", {**constants, "RESULTS": config.results}, on_progress),
         **compile_kernels("kernel_plan", {"TOKENS_PER_ITEM": tokens_per_item}, on_progress),
-        **compile_kernels("kernel_attention", attention, on_progress),
+        **compile_kernels(source, attention, on_progress),
     }
-    scratch_bytes: int = load_module("kernel_attention", attention).SCRATCH_BYTES
+    scratch_bytes: int = load_module(source, attention).SCRATCH_BYTES
     threads = numba.get_num_threads() if num_threads is None else num_threads
     return CpuKernels(config, functions, compile_launcher(), scratch_bytes, threads)

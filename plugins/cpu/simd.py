@@ -176,6 +176,13 @@ def div(builder: Builder, x: Value, y: Value) -> Value:
     return builder.fdiv(x, y)
 
 
+@define(f32x16, f32x16)
+def reciprocal(builder: Builder, x: Value) -> Value:
+    """Lane-wise ``1 / x``, correctly rounded, but 0 for 0."""
+    zero = constant(F32, 0.0)
+    return builder.select(builder.fcmp_unordered("une", x, zero), builder.fdiv(constant(F32, 1.0), x), zero)
+
+
 @define(f32x16, f32x16, f32x16, f32x16)
 def fma(builder: Builder, x: Value, y: Value, z: Value) -> Value:
     """Lane-wise ``x * y + z``, rounded once."""

@@ -146,8 +146,11 @@ def emit_pointer(builder: Builder, address: Value, index: Value, element: Any, p
     return pointer if pointee is None else builder.bitcast(pointer, pointee.as_pointer())
 
 
-def emit_prefetch(builder: Builder, address: Value, step: Value, num_bytes: int) -> None:
-    """Fetch the ``step``-th ``num_bytes`` from ``address`` on: for reading, into all cache levels."""
+def emit_prefetch(builder: Builder, address: Value, step: Value, num_bytes: int, *, nearest: bool = True) -> None:
+    """Fetch the ``step``-th ``num_bytes`` from ``address`` on: for reading, into all cache levels.
+
+    Or into all but the ``nearest``: a core waits for few lines at a time there, and more come from memory beside them.
+    """
     base = builder.mul(step, ir.Constant(I64, num_bytes))
     name = "llvm.prefetch.p0"
     for line in range(0, num_bytes, CACHE_LINE):
@@ -156,7 +159,7 @@ def emit_prefetch(builder: Builder, address: Value, step: Value, num_bytes: int)
             kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
             callee = ir.Function(builder.module, kind, name)
         pointer = emit_pointer(builder, address, builder.add(base, ir.Constant(I64, line)), I8)
-        builder.call(callee, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
+        builder.call(callee, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 3 if nearest else 1), ir.Constant(I32, 1)])
 
 
 def _load_raw(builder: Builder, address: Value, index: Value, element: Any, size: int) -> Value:

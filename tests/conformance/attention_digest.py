@@ -8,7 +8,9 @@ from trtcb.plugins.cpu.isa import accumulators
 from trtcb.plugins.cpu.kernels import load_kernels
 
 layer = threads.configure()
-cfg = config("fp8")
-batch = RaggedBatch.make(cfg, [(300, 1), (37, 70)])
-result = batch.run(load_kernels(cfg, num_threads=layer.num_threads))
-print(accumulators(), hashlib.sha256(result.tobytes()).hexdigest())
+print(accumulators())
+for kv in ("fp8", "fp16"):
+    cfg = config(kv)
+    batch = RaggedBatch.make(cfg, [(300, 1), (37, 70)])
+    result = batch.run(load_kernels(cfg, num_threads=layer.num_threads))
+    print(hashlib.sha256(result.tobytes()).hexdigest())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.conformance.ragged_batch import RaggedBatch, attend, config
+from trtcb.plugins.cpu.kernels import attends_on_matrix_unit, load_kernels
 from trtcb.plugins.cpu.pools import from_portable, to_portable
 
 # format, heads, kv heads, head_dim, block size: groups of 1, 3, 4 and 8, and head sizes that are no power of two
@@ -14,6 +15,7 @@ SHAPES = [
     ("fp32", 8, 1, 128, 64),
     ("bf16", 9, 3, 64, 32),
     ("bf16", 4, 4, 80, 32),
+    ("bf16", 4, 4, 96, 64),
     ("fp16", 8, 2, 32, 96),
     ("int8", 9, 3, 64, 32),
     ("int8", 8, 1, 128, 32),
@@ -34,8 +36,36 @@ def shape_config(shape, **changes):
 def test_a_ragged_mix_equals_the_reference(kernels, shape):
     batch = RaggedBatch.make(shape_config(shape), MIX)
     result = batch.run(kernels(batch.config))
-    # the stored bytes are common ground, so the formats need no different tolerance: this is rounding in fp32
-    np.testing.assert_allclose(result, batch.expected(), rtol=0, atol=2e-5)
+    expected = batch.expected()
+    # the stored bytes are common ground, so the formats need no different tolerance: this is rounding in fp32,
+    # or on the matrix unit that of weights to bf16
+    tolerance = 2e-3 * np.abs(expected).max() if attends_on_matrix_unit(batch.config) else 2e-5
+    np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
+def test_the_matrix_unit_is_close_to_vectors(kernels, kv, monkeypatch):
+    cfg = shape_config((kv, 9, 3, 64, 32))
+    if not attends_on_matrix_unit(cfg):
+        pytest.skip("this CPU has no matrix unit that multiplies bf16")
+    batch = RaggedBatch.make(cfg, MIX, seed=7)
+    on_unit = batch.run(kernels(cfg))
+    monkeypatch.setattr("trtcb.plugins.cpu.kernels.attends_on_matrix_unit", lambda config: False)
+    in_vectors = batch.run(load_kernels(cfg))
+    assert 0 < np.sqrt(np.mean((on_unit - in_vectors) ** 2) / np.mean(in_vectors**2)) < 1.5e-3
+
+
+def test_one_token_is_its_own_value_exactly(kernels):
+    for kv in ("bf16", "int8", "fp8"):  # whatever its weight is rounded to
+        batch = RaggedBatch.make(shape_config((kv, 9, 3, 64, 32)), [(0, 1)])
+        np.testing.assert_allclose(batch.run(kernels(batch.config)), batch.expected(), rtol=2e-7)
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_a_value_scale_of_zero_still_counts(kernels, kv):
+    batch = RaggedBatch.make(shape_config((kv, 9, 3, 64, 32)), [(0, 40)], seed=8)
+    batch.pools.v_scale[batch.block_tables[0, 0] * 32 + np.arange(0, 32, 3)] = 0
+    np.testing.assert_allclose(batch.run(kernels(batch.config)), batch.expected(), rtol=0, atol=8e-3)
 
 
 def test_bf16_context_is_the_rounded_fp32_context(kernels):

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from numba.core.registry import cpu_target
 
 from trtcb.plugins.cpu.isa import accumulators
+from trtcb.plugins.cpu.matrix_unit import is_usable
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for other x86 processors")
 
@@ -23,6 +25,12 @@ def printed_by(module: str, cpu: str | None = None, features: str = "") -> list[
     return done.stdout.split()
 
 
+def without_matrix_unit() -> tuple[str, str]:
+    """This CPU's name and features but for that unit."""
+    _, name, features = cpu_target.target_context.codegen().magic_tuple()
+    return name, ",".join(feature for feature in features.split(",") if not feature.startswith("+amx"))
+
+
 def test_int8_products_use_the_widest_instructions():
     assert printed_by("wide_product", "haswell", AVX2) == ["vpmaddwd"]
     assert printed_by("wide_product", "znver4", VNNI) == ["vpdpbusd"]  # multiplies and adds at once
@@ -36,7 +44,16 @@ def test_int4_products_use_the_widest_instructions():
 def test_avx2_computes_the_same_bits():
     if accumulators() == 6:
         pytest.skip("this CPU has no wider vectors than AVX2")
-    wide = printed_by("attention_digest")
+    wide = printed_by("attention_digest", *without_matrix_unit())
     narrow = printed_by("attention_digest", "haswell", AVX2)
     assert (wide[0], narrow[0]) == ("24", "6")  # other tile shapes, too
-    assert narrow[1] == wide[1]
+    assert narrow[1:] == wide[1:]
+
+
+def test_the_matrix_unit_computes_what_is_exact_in_bf16_alone():
+    if not is_usable():
+        pytest.skip("this CPU has no matrix unit that multiplies bf16")
+    _, fp8, fp16 = printed_by("attention_digest")
+    _, fp8_in_vectors, fp16_in_vectors = printed_by("attention_digest", *without_matrix_unit())
+    assert fp16 == fp16_in_vectors
+    assert fp8 != fp8_in_vectors

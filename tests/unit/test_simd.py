@@ -228,6 +228,14 @@ def test_the_weight_of_a_softmax_is_accurate_and_exact_at_the_ends():
     assert np.isnan(weight(np.array([np.nan])))[0]
 
 
+def test_the_reciprocal_of_nothing_is_nothing():
+    x = np.array([0.0, -0.0, 1, 3, -0.7, np.inf, 2.0**-100], np.float32)
+    expected = np.array([0, 0, 1, 1 / 3, 1 / -0.7, 0, 2.0**100], np.float64).astype(np.float32)
+    np.testing.assert_array_equal(unary(simd.reciprocal)(x)[:4], expected[:4])
+    np.testing.assert_allclose(unary(simd.reciprocal)(x), expected, rtol=1e-7)
+    assert np.isnan(unary(simd.reciprocal)(np.array([np.nan])))[0]
+
+
 def reduce(function):
     @jit
     def run(source, target, count):
