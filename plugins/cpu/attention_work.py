@@ -51,7 +51,10 @@ TILE_INVERSE_SCALES = TILE_VALUE_SCALES + TILE * 4
 TILE_KEY_UNITS = TILE_INVERSE_SCALES + TILE * 4
 TILE_VALUE_UNITS = TILE_KEY_UNITS + UNITS * 8
 TILE_NEXT_KEY_UNITS = TILE_VALUE_UNITS + UNITS * 8
-TILE_BYTES = TILE_NEXT_KEY_UNITS + UNITS * 8
+TILE_NEXT_VALUE_UNITS = TILE_NEXT_KEY_UNITS + UNITS * 8
+TILE_BYTES = TILE_NEXT_VALUE_UNITS + UNITS * 8
+
+SHORT = 2 * TILE  # a context that is fetched one work item ahead; longer ones are, tile by tile
 
 NO_SCORE = np.float32(-np.inf)
 ZERO = np.float32(0)
@@ -145,8 +148,10 @@ def make_locate_tile(
 ) -> Callable[[int, int, int, int, int, int], None]:
     """Make ``locate_tile(arguments, located, work, following, start, end)``.
 
-    It writes the addresses of the tile's units and its scales, as fp32 and times a factor. Also the addresses of the
-    keys to prefetch: the next tile's, or those of the ``following`` work item. ``invert`` asks for the reciprocals of
+    It writes the addresses of the tile's units and its scales, as fp32 and times a factor. Also the addresses of keys
+    and values to prefetch: of the next tile or, where the context is short or ends, of the ``following`` work item, the
+    same tile of a short one: contexts of a batch are often alike, and a tile fetches as many units as it has.
+    ``invert`` asks for the reciprocals of
     value scales, 0 for that of 0.
     """
     num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
@@ -160,21 +165,31 @@ def make_locate_tile(
         return keys + (page * head_dim * block_size + token % block_size) * element_bytes
 
     @jit
+    def value_address(pools: int, table: int, head: int, token: int) -> int:
+        page: int = read_i32(table, token // block_size) * num_kv_heads + head
+        values: int = read_i64(pools, 1)
+        return values + (page * block_size + token % block_size) * head_dim * element_bytes
+
+    @jit
     def locate_tile(arguments: int, located: int, work: int, following: int, start: int, end: int) -> None:
         pools, table, head = arguments + 8, item_table(arguments, work, num_kv_heads), work % num_kv_heads
         next_table, next_head, next_start, next_end = table, head, start + TILE, end
-        if next_start >= end and following < read_i64(arguments, 9) * num_kv_heads:
+        is_short = end <= SHORT
+        if (is_short or next_start >= end) and following < read_i64(arguments, 9) * num_kv_heads:
             next_table, next_head = item_table(arguments, following, num_kv_heads), following % num_kv_heads
-            next_start, next_end = 0, item_end(arguments, following, num_kv_heads)
+            next_start, next_end = start if is_short else 0, item_end(arguments, following, num_kv_heads)
         for unit in range((min(TILE, end - start) + UNIT - 1) // UNIT):
             token = start + unit * UNIT
             keys = key_address(pools, table, head, token)
             slot = (read_i32(table, token // block_size) * num_kv_heads + head) * block_size + token % block_size
             write_i64(located + TILE_KEY_UNITS, unit, keys)
             write_i64(located + TILE_VALUE_UNITS, unit, read_i64(pools, 1) + slot * head_dim * element_bytes)
+            values = value_address(pools, table, head, token)
             if next_start + unit * UNIT < next_end:
                 keys = key_address(pools, next_table, next_head, next_start + unit * UNIT)
+                values = value_address(pools, next_table, next_head, next_start + unit * UNIT)
             write_i64(located + TILE_NEXT_KEY_UNITS, unit, keys)
+            write_i64(located + TILE_NEXT_VALUE_UNITS, unit, values)
             if quantized:
                 for i in range(UNIT_VECTORS):
                     lane = unit * UNIT + i * LANES

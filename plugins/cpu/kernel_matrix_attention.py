@@ -15,6 +15,7 @@ from trtcb.plugins.cpu.attention_work import (
     TILE_BYTES,
     TILE_KEY_UNITS,
     TILE_NEXT_KEY_UNITS,
+    TILE_NEXT_VALUE_UNITS,
     TILE_VALUE_UNITS,
     UNIT,
     UNITS,
@@ -105,14 +106,14 @@ def convert_two(scratch: int, unit: int, first: int, units: int, keys: int) -> N
     """Convert the keys of two units, or what of them lies from ``first`` to ``units``."""
     for i in range(UNITS_AT_ONCE):
         if first <= unit + i and unit + i < units:
-            following = read_i64(scratch + LOCATED + TILE_VALUE_UNITS, unit + i)
+            following = read_i64(scratch + LOCATED + TILE_NEXT_KEY_UNITS, unit + i)
             convert_keys(read_i64(scratch + LOCATED + TILE_KEY_UNITS, unit + i), keys + i * UNIT_BYTES, following)
 
 
 @jit
 def convert_value_unit(scratch: int, unit: int, values: int) -> None:
     """Convert the values of a unit."""
-    following = read_i64(scratch + LOCATED + TILE_NEXT_KEY_UNITS, unit)
+    following = read_i64(scratch + LOCATED + TILE_NEXT_VALUE_UNITS, unit)
     convert_values(read_i64(scratch + LOCATED + TILE_VALUE_UNITS, unit), values, following)
 
 

@@ -149,7 +149,7 @@ def emit_pointer(builder: Builder, address: Value, index: Value, element: Any, p
 def emit_prefetch(builder: Builder, address: Value, step: Value, num_bytes: int, *, nearest: bool = True) -> None:
     """Fetch the ``step``-th ``num_bytes`` from ``address`` on: for reading, into all cache levels.
 
-    Or into all but the ``nearest``: a core waits for few lines at a time there, and more come from memory beside them.
+    Or into all but the ``nearest``, for what is used some microseconds later.
     """
     base = builder.mul(step, ir.Constant(I64, num_bytes))
     name = "llvm.prefetch.p0"
