@@ -151,8 +151,7 @@ def make_locate_tile(
     It writes the addresses of the tile's units and its scales, as fp32 and times a factor. Also the addresses of keys
     and values to prefetch: of the next tile or, where the context is short or ends, of the ``following`` work item, the
     same tile of a short one: contexts of a batch are often alike, and a tile fetches as many units as it has.
-    ``invert`` asks for the reciprocals of
-    value scales, 0 for that of 0.
+    ``invert`` asks for the reciprocals of value scales, 0 for that of 0.
     """
     num_kv_heads, head_dim, block_size = shape.num_kv_heads, shape.head_dim, shape.block_size
     element_bytes, quantized = shape.element_bytes, shape.is_quantized

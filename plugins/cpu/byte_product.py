@@ -110,22 +110,21 @@ def _define_tile(depth: int, c_stride: int, *, fetch: bool) -> Callable[..., Non
         for plane, column in _CELLS:
             matrix_unit.emit_zero(builder, C_TILES[2 * plane + column])
         scaling = _Scaling(builder, depth, done_panel)
-        chunks = Loop(builder, num_chunks)
-        emit_panel_chunk(builder, panel, chunks.step)
-        place = builder.add(a, builder.mul(chunks.step, emit_number(ROW_BYTES)))
-        for plane in range(2):
-            codes = builder.add(place, emit_number(plane * depth))
-            matrix_unit.emit_load(builder, A_TILES[plane], codes, emit_number(quantized.row_bytes(depth)))
-        for plane, column in _CELLS:
-            matrix_unit.emit_byte_product(builder, C_TILES[2 * plane + column], A_TILES[plane], B_TILES[column])
-        if fetch:
-            emit_prefetch(builder, prefetch, chunks.step, CHUNK_BYTES)
-        first = builder.mul(chunks.step, emit_number(rows_per_chunk))
-        for number in range(rows_per_chunk):
-            row = builder.add(first, emit_number(number))
-            with builder.if_then(builder.icmp_signed("<", row, done_rows)):
-                scaling.emit_row(builder, done_a, done_c, c_stride, done_sums, row)
-        chunks.close()
+        with Loop(builder, num_chunks) as step:
+            emit_panel_chunk(builder, panel, step)
+            place = builder.add(a, builder.mul(step, emit_number(ROW_BYTES)))
+            for plane in range(2):
+                codes = builder.add(place, emit_number(plane * depth))
+                matrix_unit.emit_load(builder, A_TILES[plane], codes, emit_number(quantized.row_bytes(depth)))
+            for plane, column in _CELLS:
+                matrix_unit.emit_byte_product(builder, C_TILES[2 * plane + column], A_TILES[plane], B_TILES[column])
+            if fetch:
+                emit_prefetch(builder, prefetch, step, CHUNK_BYTES)
+            first = builder.mul(step, emit_number(rows_per_chunk))
+            for number in range(rows_per_chunk):
+                row = builder.add(first, emit_number(number))
+                with builder.if_then(builder.icmp_signed("<", row, done_rows)):
+                    scaling.emit_row(builder, done_a, done_c, c_stride, done_sums, row)
         for number, (plane, column) in enumerate(_CELLS):
             at = builder.add(sums, emit_number(number * TILE_BYTES))
             matrix_unit.emit_store(builder, C_TILES[2 * plane + column], at, emit_number(COLUMNS * 4))
@@ -139,9 +138,8 @@ def _define_finish(depth: int, c_stride: int) -> Callable[[int, int, int, int, i
 
     def emit(builder: Builder, a: Value, panel: Value, c: Value, sums: Value, rows: Value) -> None:
         scaling = _Scaling(builder, depth, panel)
-        each = Loop(builder, rows)
-        scaling.emit_row(builder, a, c, c_stride, sums, each.step)
-        each.close()
+        with Loop(builder, rows) as row:
+            scaling.emit_row(builder, a, c, c_stride, sums, row)
         builder.ret_void()
 
     return define_outlined(f"finish_bytes_{depth}_{c_stride}", 5, emit)

@@ -24,6 +24,7 @@ from trtcb.plugins.cpu.vector_ir import (
     LANES,
     VECTOR,
     Builder,
+    Loop,
     Value,
     constant,
     define,
@@ -69,7 +70,7 @@ def define_convert(spec: ConvertSpec) -> Callable[[int, int, int], None]:
 
 
 def _emit_convert(spec: ConvertSpec, builder: Builder, source: Value, target: Value, prefetch: Value) -> None:
-    with _loop(builder, spec.rows // 2) as pair:
+    with Loop(builder, spec.rows // 2) as pair:
         emit_prefetch(builder, prefetch, pair, spec.prefetch_bytes, nearest=False)
         first = builder.mul(pair, ir.Constant(I64, 2 * spec.stride))
         second = builder.add(first, ir.Constant(I64, spec.stride))
@@ -137,34 +138,6 @@ _EMIT_PAIRS: dict[str, Callable[[Builder, Value, Value, int], Value]] = {
 }
 
 
-class _Loop:
-    """``for index in range(count)`` with a fixed count."""
-
-    def __init__(self, builder: Builder, count: Value) -> None:
-        self._builder, self._count = builder, count
-
-    def __enter__(self) -> Value:
-        builder = self._builder
-        entry, self._body = builder.block, builder.append_basic_block("loop")
-        builder.branch(self._body)
-        builder.position_at_end(self._body)
-        self._index = builder.phi(I64)
-        self._index.add_incoming(ir.Constant(I64, 0), entry)
-        return self._index
-
-    def __exit__(self, *_: object) -> None:
-        builder = self._builder
-        following = builder.add(self._index, ir.Constant(I64, 1))
-        self._index.add_incoming(following, builder.block)
-        done = builder.append_basic_block("done")
-        builder.cbranch(builder.icmp_signed("<", following, self._count), self._body, done)
-        builder.position_at_end(done)
-
-
-def _loop(builder: Builder, count: int | Value) -> _Loop:
-    return _Loop(builder, ir.Constant(I64, count) if isinstance(count, int) else count)
-
-
 # --- products --------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +196,7 @@ def _emit_context(
         places = [builder.add(context, ir.Constant(I64, (first + c) * matrix_unit.ROW_BYTES)) for c in tiles]
         for c in tiles:
             matrix_unit.emit_load(builder, c, places[c], stride)
-        with _loop(builder, units) as unit:
+        with Loop(builder, units) as unit:
             a = matrix_unit.A_TILES[0]
             at = builder.add(weights, builder.mul(unit, ir.Constant(I64, matrix_unit.ROW_BYTES)))
             matrix_unit.emit_load(builder, a, at, matrix_unit.emit_number(weight_stride))

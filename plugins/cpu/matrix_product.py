@@ -105,16 +105,15 @@ def _define_tile(
         blocks, panel, outs, prefetch = values[:2], values[2], values[3:5], values[5]
         for block, column in cells:
             matrix_unit.emit_zero(builder, C_TILES[2 * block + column])
-        chunks = Loop(builder, 2 * depth // ROW_BYTES)
-        emit_panel_chunk(builder, panel, chunks.step)
-        for block in range(num_blocks):
-            chunk = builder.add(blocks[block], builder.mul(chunks.step, emit_number(ROW_BYTES)))
-            matrix_unit.emit_load(builder, A_TILES[block], chunk, emit_number(2 * depth))
-        for block, column in cells:
-            matrix_unit.emit_bf16_product(builder, C_TILES[2 * block + column], A_TILES[block], B_TILES[column])
-        if fetch:
-            emit_prefetch(builder, prefetch, chunks.step, CHUNK_BYTES)
-        chunks.close()
+        with Loop(builder, 2 * depth // ROW_BYTES) as step:
+            emit_panel_chunk(builder, panel, step)
+            for block in range(num_blocks):
+                chunk = builder.add(blocks[block], builder.mul(step, emit_number(ROW_BYTES)))
+                matrix_unit.emit_load(builder, A_TILES[block], chunk, emit_number(2 * depth))
+            for block, column in cells:
+                matrix_unit.emit_bf16_product(builder, C_TILES[2 * block + column], A_TILES[block], B_TILES[column])
+            if fetch:
+                emit_prefetch(builder, prefetch, step, CHUNK_BYTES)
         for block, column in cells:
             place = builder.add(outs[block], emit_number(column * COLUMNS * 4))
             matrix_unit.emit_store(builder, C_TILES[2 * block + column], place, emit_number(c_stride * 4))

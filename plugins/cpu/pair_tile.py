@@ -62,30 +62,29 @@ def _emit_tile(spec: PairSpec, builder: Builder, a: Value, b: Value, c: Value, d
     panels = [panel for panel, _ in places]
     num_columns = len(places) * spec.vectors
     before = builder.block
-    loop = Loop(builder, spec.depth // 2)
-    sums = [builder.phi(VECTOR) for _ in range(spec.rows * num_columns)]
-    for phi in sums:
-        phi.add_incoming(constant(F32, 0.0), before)
-    first = builder.mul(loop.step, ir.Constant(I64, spec.vectors * LANES))
-    weights = [
-        builder.load(
-            emit_pointer(builder, panel, builder.add(first, ir.Constant(I64, v * LANES)), I32, INTEGERS), align=4
-        )
-        for panel in panels
-        for v in range(spec.vectors)
-    ]
-    values = []
-    for row in range(spec.rows):
-        place = builder.add(loop.step, ir.Constant(I64, row * spec.depth // 2))
-        pair = emit_splat(builder, builder.load(emit_pointer(builder, a, place, I32), align=2))
-        for column, weight in enumerate(weights):
-            values.append(_emit_dot(builder, sums[row * num_columns + column], pair, weight))
-    if spec.prefetch_bytes:
-        emit_prefetch(builder, prefetch, loop.step, spec.prefetch_bytes)
-    spec.streams.fetch_ahead(builder, panels, loop.step, 4 * spec.vectors * LANES)
-    for phi, value in zip(sums, values, strict=True):
-        phi.add_incoming(value, builder.block)
-    loop.close()
+    with Loop(builder, spec.depth // 2) as step:
+        sums = [builder.phi(VECTOR) for _ in range(spec.rows * num_columns)]
+        for phi in sums:
+            phi.add_incoming(constant(F32, 0.0), before)
+        first = builder.mul(step, ir.Constant(I64, spec.vectors * LANES))
+        weights = [
+            builder.load(
+                emit_pointer(builder, panel, builder.add(first, ir.Constant(I64, v * LANES)), I32, INTEGERS), align=4
+            )
+            for panel in panels
+            for v in range(spec.vectors)
+        ]
+        values = []
+        for row in range(spec.rows):
+            place = builder.add(step, ir.Constant(I64, row * spec.depth // 2))
+            pair = emit_splat(builder, builder.load(emit_pointer(builder, a, place, I32), align=2))
+            for column, weight in enumerate(weights):
+                values.append(_emit_dot(builder, sums[row * num_columns + column], pair, weight))
+        if spec.prefetch_bytes:
+            emit_prefetch(builder, prefetch, step, spec.prefetch_bytes)
+        spec.streams.fetch_ahead(builder, panels, step, 4 * spec.vectors * LANES)
+        for phi, value in zip(sums, values, strict=True):
+            phi.add_incoming(value, builder.block)
     remaining = iter(values)
     for row in range(spec.rows):
         for _, at in places:

@@ -119,25 +119,28 @@ def define_outlined(symbol: str, num_parameters: int, emit: Callable[..., None])
 
 
 class Loop:
-    """A loop that runs at least once: what is emitted before :meth:`close` is its body, ``step`` counts from 0."""
+    """``with Loop(builder, count) as step:`` emits a loop that runs at least once; ``step`` counts from 0."""
 
     def __init__(self, builder: Builder, count: int | Value) -> None:
         self._builder = builder
         self._count = ir.Constant(I64, count) if isinstance(count, int) else count
-        before, self._body = builder.block, builder.function.append_basic_block("loop")
+
+    def __enter__(self) -> Value:
+        builder = self._builder
+        before, self._body = builder.block, builder.append_basic_block("loop")
         builder.branch(self._body)
         builder.position_at_end(self._body)
-        self.step = builder.phi(I64)
-        self.step.add_incoming(ir.Constant(I64, 0), before)
+        self._step = builder.phi(I64)
+        self._step.add_incoming(ir.Constant(I64, 0), before)
+        return self._step
 
-    def close(self) -> None:
-        """End the body; what follows comes after the loop."""
+    def __exit__(self, *_: object) -> None:
         builder = self._builder
-        after = builder.function.append_basic_block("done")
-        following = builder.add(self.step, ir.Constant(I64, 1))
-        self.step.add_incoming(following, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, self._count), self._body, after)
-        builder.position_at_end(after)
+        following = builder.add(self._step, ir.Constant(I64, 1))
+        self._step.add_incoming(following, builder.block)
+        done = builder.append_basic_block("done")
+        builder.cbranch(builder.icmp_signed("<", following, self._count), self._body, done)
+        builder.position_at_end(done)
 
 
 def emit_pointer(builder: Builder, address: Value, index: Value, element: Any, pointee: Any = None) -> Value:
