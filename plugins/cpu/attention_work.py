@@ -20,6 +20,7 @@ from trtcb.plugins.cpu.simd import (
     first_lanes,
     fma,
     jit,
+    jit_for,
     load_f16,
     load_f32,
     max_lanes,
@@ -62,8 +63,9 @@ ZERO = np.float32(0)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The constants of a specialisation that the parts depend on."""
+    """The constants of a specialisation that the parts depend on, and its name (see ``simd.jit_for``)."""
 
+    owner: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -157,19 +159,19 @@ def make_locate_tile(
     element_bytes, quantized = shape.element_bytes, shape.is_quantized
     key_scale, value_scale = np.float32(key_factor), np.float32(value_factor)
 
-    @jit
+    @jit_for(shape.owner)
     def key_address(pools: int, table: int, head: int, token: int) -> int:
         page: int = read_i32(table, token // block_size) * num_kv_heads + head
         keys: int = read_i64(pools, 0)
         return keys + (page * head_dim * block_size + token % block_size) * element_bytes
 
-    @jit
+    @jit_for(shape.owner)
     def value_address(pools: int, table: int, head: int, token: int) -> int:
         page: int = read_i32(table, token // block_size) * num_kv_heads + head
         values: int = read_i64(pools, 1)
         return values + (page * block_size + token % block_size) * head_dim * element_bytes
 
-    @jit
+    @jit_for(shape.owner)
     def locate_tile(arguments: int, located: int, work: int, following: int, start: int, end: int) -> None:
         pools, table, head = arguments + 8, item_table(arguments, work, num_kv_heads), work % num_kv_heads
         next_table, next_head, next_start, next_end = table, head, start + TILE, end
@@ -210,7 +212,7 @@ def make_begin_rows(
     rows = RowState(shape)
     maximum_at, total_at = rows.maximum, rows.total
 
-    @jit
+    @jit_for(shape.owner)
     def begin_rows(arguments: int, work: int, queries: int, state: int) -> None:
         item, head = item_address(arguments, work, num_kv_heads), work % num_kv_heads
         first, num_tokens = read_i32(item, 1), read_i32(item, 2)
@@ -231,7 +233,7 @@ def make_end_rows(shape: AttentionShape, activation: str) -> Callable[[int, int,
     total_at = RowState(shape).total
     store_activation = {"fp32": store_f32, "bf16": store_bf16}[activation]
 
-    @jit
+    @jit_for(shape.owner)
     def end_rows(arguments: int, work: int, state: int) -> None:
         item, head = item_address(arguments, work, num_kv_heads), work % num_kv_heads
         first, num_tokens = read_i32(item, 1), read_i32(item, 2)
@@ -265,7 +267,7 @@ def make_softmax_row(
     rounded = round_weight is not None
     round_to = round_weight or exponential
 
-    @jit
+    @jit_for(shape.owner)
     def softmax_row(located: int, state: int, row: int, scores: int, weights: int, valid: int, units: int) -> None:
         if valid <= 0:
             for i in range(units * UNIT_VECTORS):

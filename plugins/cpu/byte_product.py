@@ -28,7 +28,7 @@ from trtcb.plugins.cpu.matrix_unit import (
     emit_panel_chunk,
     rows_in_cache,
 )
-from trtcb.plugins.cpu.simd import jit, read_f32, stack, write_f32
+from trtcb.plugins.cpu.simd import jit_for, read_f32, stack, write_f32
 from trtcb.plugins.cpu.vector_ir import (
     F32,
     I32,
@@ -49,15 +49,18 @@ _CELLS = tuple(product(range(2), range(2)))  # planes x tiles of columns
 _SUMS_BYTES = len(_CELLS) * TILE_BYTES
 
 
-def define_byte_product(depth: int, width: int) -> Multiply:
-    """Make ``multiply(x, panels, out, num_rows, first, end)`` for jitted code: columns of some panels, of all rows."""
+def define_byte_product(owner: str, depth: int, width: int) -> Multiply:
+    """Make ``multiply(x, panels, out, num_rows, first, end)`` for jitted code: columns of some panels, of all rows.
+
+    For ``owner`` see ``simd.jit_for``.
+    """
     row_bytes, panel_bytes = quantized.row_bytes(depth), quantized.panel_bytes(depth, PANEL)
     num_whole, block = width // PANEL, rows_in_cache(row_bytes)
     first_tile, more_tile = (_define_tile(depth, width, fetch=fetch) for fetch in (True, False))
     finish, finish_edge = (_define_finish(depth, stride) for stride in (width, PANEL))
     two_sums, nowhere = stack(2 * _SUMS_BYTES), stack(ROWS * PANEL * 4)
 
-    @jit
+    @jit_for(owner)
     def last_panel(x: int, panel: int, out: int, num_rows: int, sums: int, columns: int) -> None:
         height = min(num_rows, ROWS)
         for row in range(0, num_rows, ROWS):
@@ -70,7 +73,7 @@ def define_byte_product(depth: int, width: int) -> Multiply:
                     value = read_f32(columns, r * PANEL + column)
                     write_f32(out, (top + r) * width + num_whole * PANEL + column, value)
 
-    @jit
+    @jit_for(owner)
     def multiply(x: int, panels: int, out: int, num_rows: int, first: int, end: int) -> None:
         saved = matrix_unit.saved_configuration()
         height = min(num_rows, ROWS)

@@ -44,7 +44,7 @@ ACTIVATION = "bf16"
 ACCUMULATORS = 24
 # --- end of constants ---
 
-SHAPE = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV_FORMAT)
+SHAPE = AttentionShape(__name__, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV_FORMAT)
 GROUP = SHAPE.group
 ELEMENT_BYTES = SHAPE.element_bytes
 TOKENS_PER_ITEM = SHAPE.tokens_per_item

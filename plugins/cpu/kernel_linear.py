@@ -188,7 +188,7 @@ def multiply_in_tiles(x: int, panels: int, out: int, num_rows: int, first: int, 
                 last_panel(rows, panel, columns, count)
 
 
-multiply_many = define_byte_product(DEPTH, WIDTH) if MATRIX_ROWS else multiply_in_tiles
+multiply_many = define_byte_product(__name__, DEPTH, WIDTH) if MATRIX_ROWS else multiply_in_tiles
 
 
 def linear(arguments: int, part: int, parts: int) -> None:

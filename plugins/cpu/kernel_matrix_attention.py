@@ -49,7 +49,7 @@ KV_FORMAT = "fp8"
 ACTIVATION = "bf16"
 # --- end of constants ---
 
-SHAPE = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV_FORMAT)
+SHAPE = AttentionShape(__name__, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KV_FORMAT)
 GROUP = SHAPE.group
 TOKENS_PER_ITEM = SHAPE.tokens_per_item
 ROWS = matrix_unit.ROWS

@@ -14,7 +14,7 @@ WIDTH = 49152
 
 NUM_PANELS = -(-WIDTH // PANEL)
 
-multiply = define_bf16_product(DEPTH, WIDTH)
+multiply = define_bf16_product(__name__, DEPTH, WIDTH)
 
 
 def linear(arguments: int, part: int, parts: int) -> None:

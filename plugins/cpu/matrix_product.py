@@ -25,25 +25,26 @@ from trtcb.plugins.cpu.matrix_unit import (
     emit_panel_chunk,
     rows_in_cache,
 )
-from trtcb.plugins.cpu.simd import jit, read_f32, stack, write_f32
+from trtcb.plugins.cpu.simd import jit_for, read_f32, stack, write_f32
 from trtcb.plugins.cpu.vector_ir import Builder, Loop, Value, define_outlined, emit_prefetch
 
 Multiply = Callable[[int, int, int, int, int, int], None]
 
 
-def define_bf16_product(depth: int, width: int) -> Multiply:
+def define_bf16_product(owner: str, depth: int, width: int) -> Multiply:
     """Make ``multiply(x, panels, out, num_rows, first, end)`` for jitted code: columns of some panels, of all rows.
 
-    ``depth`` is a multiple of 32.
+    ``depth`` is a multiple of 32; for ``owner`` see ``simd.jit_for``.
     """
     row_bytes, panel_bytes, num_whole = 2 * depth, 2 * depth * PANEL, width // PANEL
     block = rows_in_cache(row_bytes)
     first_rows, more_rows, edge_rows = (
-        _define_rows(depth, stride, fetch=fetch) for stride, fetch in ((width, True), (width, False), (PANEL, False))
+        _define_rows(owner, depth, stride, fetch=fetch)
+        for stride, fetch in ((width, True), (width, False), (PANEL, False))
     )
     edge_columns = stack(2 * ROWS * PANEL * 4)
 
-    @jit
+    @jit_for(owner)
     def last_panel(x: int, panel: int, out: int, row: int, num_rows: int) -> None:
         columns = edge_columns()
         top, bottom = max(0, min(row, num_rows - ROWS)), max(0, min(row + ROWS, num_rows - ROWS))
@@ -54,7 +55,7 @@ def define_bf16_product(depth: int, width: int) -> Multiply:
                     value = read_f32(columns, (part * ROWS + r) * PANEL + column)
                     write_f32(out, ((bottom if part else top) + r) * width + num_whole * PANEL + column, value)
 
-    @jit
+    @jit_for(owner)
     def multiply(x: int, panels: int, out: int, num_rows: int, first: int, end: int) -> None:
         saved = matrix_unit.saved_configuration()
         matrix_unit.enter(saved, min(num_rows, ROWS))
@@ -73,7 +74,9 @@ def define_bf16_product(depth: int, width: int) -> Multiply:
     return multiply  # type: ignore[no-any-return, unused-ignore]
 
 
-def _define_rows(depth: int, c_stride: int, *, fetch: bool) -> Callable[[int, int, int, int, int, int], None]:
+def _define_rows(
+    owner: str, depth: int, c_stride: int, *, fetch: bool
+) -> Callable[[int, int, int, int, int, int], None]:
     """Make ``rows(x, panel, c_top, c_bottom, row, num_rows)``: a panel's columns of up to 32 rows, from ``row`` on.
 
     The first block of 16 has its results behind ``c_top``, the second, if there are so many, behind ``c_bottom``: each
@@ -82,7 +85,7 @@ def _define_rows(depth: int, c_stride: int, *, fetch: bool) -> Callable[[int, in
     one, both = (_define_tile(depth, c_stride, num_blocks, fetch=fetch) for num_blocks in (1, 2))
     row_bytes = 2 * depth
 
-    @jit
+    @jit_for(owner)
     def rows(x: int, panel: int, c_top: int, c_bottom: int, row: int, num_rows: int) -> None:
         top, bottom = max(0, min(row, num_rows - ROWS)), max(0, min(row + ROWS, num_rows - ROWS))
         a_top, a_bottom, ahead = x + top * row_bytes, x + bottom * row_bytes, panel + AHEAD

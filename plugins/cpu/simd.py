@@ -58,8 +58,27 @@ JIT_OPTIONS: JitOptions = {"nogil": True, "error_model": "numpy", "fastmath": Fa
 
 
 def jit(function: Function) -> Function:
-    """``numba.njit`` with this project's options, keeping the function's type for the type checker."""
+    """``numba.njit`` with this project's options, keeping the function's type for the type checker.
+
+    For functions that exist once, or are made in the module of a specialisation; others need :func:`jit_for`.
+    """
+    if "<locals>" in function.__qualname__ and function.__module__.startswith("trtcb."):
+        raise TypeError(f"{function.__qualname__} is made for several kernels: decorate it with jit_for(owner)")
     return cast(Function, njit(**JIT_OPTIONS)(function))
+
+
+def jit_for(owner: str) -> Callable[[Function], Function]:
+    """:func:`jit` for what a shared module makes anew for each specialisation; ``owner`` is that module's ``__name__``.
+
+    numba names machine code after a function's module and name, and a counter of the process that compiled it. Of
+    kernels that were compiled by several processes and are loaded by one, the first would lend its code to the others.
+    """
+
+    def decorate(function: Function) -> Function:
+        function.__qualname__ = f"{owner}.{function.__qualname__}"
+        return cast(Function, njit(**JIT_OPTIONS)(function))
+
+    return decorate
 
 
 # --- loads: 16 stored elements to fp32, exactly ----------------------------------------------------------------------

@@ -57,3 +57,13 @@ def test_the_matrix_unit_computes_what_is_exact_in_bf16_alone():
     _, fp8_in_vectors, fp16_in_vectors = printed_by("attention_digest", *without_matrix_unit())
     assert fp16 == fp16_in_vectors
     assert fp8 != fp8_in_vectors
+
+
+@pytest.mark.parametrize("kernels", [("fp32", "int8", "fp8"), ("64x128", "96x64", "33x192")])
+def test_kernels_of_several_processes_do_not_lend_each_other_code(tmp_path, kernels):
+    """The same functions of shared modules, made for other constants, get the same names from numba in each process."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    for names in (*((kernel,) for kernel in kernels), kernels):
+        command = [sys.executable, "-m", "tests.conformance.kernels_of_processes", *names]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.split() == ["True"] * len(names)
