@@ -60,9 +60,11 @@ JIT_OPTIONS: JitOptions = {"nogil": True, "error_model": "numpy", "fastmath": Fa
 def jit(function: Function) -> Function:
     """``numba.njit`` with this project's options, keeping the function's type for the type checker.
 
-    For functions that exist once, or are made in the module of a specialisation; others need :func:`jit_for`.
+    For functions that exist once, or are made in a kernel's source (``kernel_*.py``: each specialisation is a module of
+    its own); others need :func:`jit_for`.
     """
-    if "<locals>" in function.__qualname__ and function.__module__.startswith("trtcb."):
+    package, _, module = function.__module__.rpartition(".")
+    if "<locals>" in function.__qualname__ and package == __package__ and not module.startswith("kernel_"):
         raise TypeError(f"{function.__qualname__} is made for several kernels: decorate it with jit_for(owner)")
     return cast(Function, njit(**JIT_OPTIONS)(function))
 

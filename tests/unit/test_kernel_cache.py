@@ -12,6 +12,7 @@ from trtcb.cache import make_cache_root
 from trtcb.errors import TargetUnavailableError, UsageError
 from trtcb.plugins.cpu import isa
 from trtcb.plugins.cpu.kernels import KernelConfig
+from trtcb.plugins.cpu.simd import jit
 from trtcb.plugins.cpu.specialize import cache_folder, compile_kernels, compile_launcher, load_module, specialize
 from trtcb.spec import KVDtype
 
@@ -197,7 +198,31 @@ def test_shapes_that_cannot_be_compiled_are_refused(change):
         KernelConfig(**{**shape, **change})
 
 
-def test_importing_the_sources_compiles_nothing():
-    code = "import trtcb.plugins.cpu.kernel_attention as k; print(type(k.paged_attention).__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "function"
+SOURCES = sorted(path.stem for path in Path(isa.__file__).parent.glob("kernel_*.py"))
+
+
+def test_importing_the_sources_compiles_nothing(private_cache):
+    code = """
+import importlib, sys
+from numba.core.dispatcher import Dispatcher
+for name in sys.argv[1:]:
+    for value in vars(importlib.import_module(f"trtcb.plugins.cpu.{name}")).values():
+        assert not (isinstance(value, Dispatcher) and value.signatures), value
+"""
+    done = subprocess.run([sys.executable, "-c", code, *SOURCES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "kernel_attention" in SOURCES
+    assert not private_cache.exists()
+
+
+def test_a_shared_module_must_name_the_owner_of_what_it_makes():
+    def made(x):
+        return x
+
+    for module, allowed in [("tile", False), ("kernel_attention", True)]:
+        made.__module__ = f"trtcb.plugins.cpu.{module}"
+        if allowed:
+            jit(made)
+        else:
+            with pytest.raises(TypeError, match="jit_for"):
+                jit(made)

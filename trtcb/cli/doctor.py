@@ -78,7 +78,7 @@ def _matrix_unit() -> str:
         return "unknown without numba"
     from trtcb.plugins.cpu.matrix_unit import is_usable
 
-    return "AMX, used for products" if is_usable() else "none that can be used"
+    return "AMX, used for products and attention" if is_usable() else "none that can be used"
 
 
 def _version(name: str) -> str | None:
