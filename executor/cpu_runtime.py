@@ -1,10 +1,12 @@
-"""The ``cpu`` target's runtime: a CPU engine on a thread of its own, which stands for the device."""
+"""The ``cpu`` target's runtime: a CPU engine, and the thread that its steps run on."""
 
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from trtcb.errors import UsageError
 from trtcb.executor.runtime import Batch, Float32, StepOutput
@@ -14,11 +16,13 @@ if TYPE_CHECKING:
     from trtcb.executor.step_profile import OnProfile
     from trtcb.plan import Plan
 
+T = TypeVar("T")
+
 NOT_PROFILABLE = "Only the steps of the whole_step engine can be profiled: add --cpu-engine whole_step."
 
 
 class CpuEngine(Protocol):
-    """What runs the steps. Only the thread that opened it may touch it."""
+    """What runs the steps. Used by one thread at a time."""
 
     def run(self, batch: Batch) -> StepOutput:
         """Run one step and draw; -1 where a row's logits were not numbers."""
@@ -36,9 +40,13 @@ class CpuRuntime:
     ``engine`` is ``portable`` (oneDNN's products, one call an operator), ``whole_step`` (all of a step in one call, on
     kernels of our own) or ``auto``, the faster one on this processor.
 
-    Loading and every step happen on one thread. OpenMP keeps a team of workers for each thread that ever ran a parallel
-    loop, and once there are more of them than cores, it stops letting idle ones spin: steps then take up to 1.5 times
-    as long (measured at batch 32). A process should therefore have one such runtime open at a time.
+    A step of the whole-step engine runs on the thread that waits for it, in :meth:`wait`: to hand it to another thread
+    and back costs 5 to 10 % of a short step. With ``overlaps`` it runs beside that thread, on one that stands for the
+    device, from its launch on; so do all steps of the portable engine, as torch's threads belong to who made them.
+
+    OpenMP keeps a team of workers for each thread that ever ran a parallel loop, and once there are more of them than
+    cores, it stops letting idle ones spin: steps then take up to 1.5 times as long (measured at batch 32). A process
+    should therefore have one such runtime open at a time, and use it from one thread.
     """
 
     def __init__(
@@ -50,15 +58,17 @@ class CpuRuntime:
         max_num_logits: int,
         num_threads: int | None = None,
         engine: str = "auto",
+        overlaps: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = plan.header.limits.block_size
         self.healthy = True  # a failed step leaves nothing half done that the next one would read
         self._plan = plan
-        self._device = ThreadPoolExecutor(1, thread_name_prefix="trtcb-cpu")
-        self._steps: deque[Future[StepOutput]] = deque()
+        self._steps: deque[Callable[[], StepOutput]] = deque()
+        device = ThreadPoolExecutor(1, thread_name_prefix="trtcb-cpu")
+        self._device = device if overlaps or engine == "portable" else None
         try:
-            self._engine = self._device.submit(
+            self._engine = device.submit(
                 _open_engine,
                 engine,
                 plan,
@@ -68,16 +78,18 @@ class CpuRuntime:
                 num_threads=num_threads,
             ).result()
         except BaseException:
-            self._device.shutdown()
+            device.shutdown()
             raise
+        if self._device is None:
+            device.shutdown()  # and the team that it loaded with is gone
 
     def launch(self, batch: Batch) -> None:
         """Start one step."""
-        self._steps.append(self._device.submit(self._engine.run, batch))
+        self._steps.append(self._start(self._engine.run, batch))
 
     def wait(self) -> StepOutput:
         """Return what the oldest step drew; -1 where a row's logits were not numbers."""
-        return self._steps.popleft().result()
+        return self._steps.popleft()()
 
     def logits(self) -> Float32:
         """Logits ``[NL, vocab]`` of the last step, for evaluation; the next one overwrites them."""
@@ -86,18 +98,25 @@ class CpuRuntime:
     def profile(self, on_profile: OnProfile) -> None:
         """Tell where the time of every step from now on goes: see :class:`~trtcb.executor.step_profile.StepProfile`.
 
-        To be called between steps; ``on_profile`` is, on this runtime's thread, before :meth:`wait` returns. Raises
+        To be called between steps; ``on_profile`` is, on the thread of the steps, before :meth:`wait` returns. Raises
         ``UsageError`` for the portable engine.
         """
-        self._engine = self._device.submit(_profiled, self._engine, on_profile).result()
+        self._engine = self._start(_profiled, self._engine, on_profile)()
 
     def close(self) -> None:
         """Finish the running step, drop pools and weights, and close the plan."""
         if self.healthy:
             self.healthy = False
-            self._device.submit(self._engine.close).result()
-            self._device.shutdown()
+            self._start(self._engine.close)()
+            if self._device is not None:
+                self._device.shutdown()
             self._plan.close()
+
+    def _start(self, function: Callable[..., T], *arguments: Any) -> Callable[[], T]:
+        """Start a function on the device's thread, or keep it for who asks for its result: call what this returns."""
+        if self._device is None:
+            return partial(function, *arguments)
+        return self._device.submit(function, *arguments).result
 
 
 def _open_engine(name: str, plan: Plan, *, num_threads: int | None, **sizes: Any) -> CpuEngine:

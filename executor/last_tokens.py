@@ -23,7 +23,9 @@ class LastTokens:
 
     def drew(self, batch: Batch, tokens: Int32) -> None:
         """Remember a step's ``tokens [NL]``. One that is no token is kept as 0: nobody wants what follows it."""
-        slots = batch.slots[np.searchsorted(batch.cu_q, batch.logit_index, side="right") - 1]
+        slots = batch.slots
+        if not len(tokens) == len(slots) == len(batch.input_ids):  # with one token a row, each draws one
+            slots = slots[np.searchsorted(batch.cu_q, batch.logit_index, side="right") - 1]
         missing = int(slots.max(initial=-1)) + 1 - len(self._tokens)
         if missing > 0:
             self._tokens = np.append(self._tokens, np.zeros(missing, np.int32))

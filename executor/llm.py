@@ -186,6 +186,19 @@ class Completion:
         return (self, *self.others)
 
 
+class _Answers:
+    """What the engine tells the caller of one :meth:`LLM.generate`, who is woken only when a request has ended."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
+        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def put(self, delta: Delta) -> None:
+        self.deltas[delta.request_id].append(delta)
+        if delta.finish_reason is not None:
+            self.ended.put(delta.request_id)
+
+
 class LLM:
     """A plan as a function: ``LLM("engines/x.plan").generate(["Hello"], SamplingParams(max_tokens=16))``.
 
@@ -214,7 +227,7 @@ class LLM:
             raise UsageError("LLM takes either the path of a plan, or a runtime together with its model.")
         self.model = served.model
         self.tokenizer = served.tokenizer
-        self._answers: dict[str, queue.SimpleQueue[Delta]] = {}
+        self._answers: dict[str, _Answers] = {}
         self._numbers = itertools.count()
         self._engine = served.engine(self._on_deltas, on_step)
         self._engine.start()
@@ -246,27 +259,23 @@ class LLM:
         """
         calls = self._calls(prompts, SamplingParams() if params is None else params)
         requests = [request for call in calls for request in call]
-        answers: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        received: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
+        answers = _Answers(requests)
         waiting = deque(requests)
         running: set[str] = set()
-        self._answers.update(dict.fromkeys(received, answers))
+        self._answers.update(dict.fromkeys(answers.deltas, answers))
         try:
             while waiting or running:
                 self._submit(waiting, running)
                 if not running:
                     time.sleep(_POLL_S)  # other threads' requests fill the queue
                     continue
-                delta = answers.get()
-                received[delta.request_id].append(delta)
-                if delta.finish_reason is not None:
-                    running.remove(delta.request_id)
+                running.remove(answers.ended.get())
         finally:
             for request_id in running:
                 self._engine.abort(request_id)
-            for request_id in received:
+            for request_id in answers.deltas:
                 del self._answers[request_id]
-        completions = (_completion(deltas) for deltas in received.values())
+        completions = map(_completion, answers.deltas.values())
         return [
             replace(next(completions), others=tuple(itertools.islice(completions, len(call) - 1))) for call in calls
         ]

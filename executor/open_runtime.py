@@ -33,6 +33,7 @@ def open_runtime(plan: Plan, config: EngineConfig) -> Runtime:
         max_num_logits=config.max_batch_size,
         num_threads=config.threads,
         engine=config.cpu_engine,
+        overlaps=config.overlap_depth > 0,
     )
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 from ml_dtypes import bfloat16
@@ -29,9 +30,9 @@ ROWS_PER_PART = 4  # of what treats rows alone
 
 
 class StepEngine:
-    """Runs the steps of a ``cpu`` plan on the thread that made it; no other may touch it. Needs no torch.
+    """Runs the steps of a ``cpu`` plan, on the calling thread and its team; one thread at a time. Needs no torch.
 
-    ``threads.configure`` must have been called, before this module was imported.
+    ``threads.configure`` must have been called by the thread that makes it, before this module was imported.
 
     The pool is zeroed memory that the system hands out as it is first touched. The plan must stay open meanwhile.
     """
@@ -64,6 +65,7 @@ class StepEngine:
                 copy_blocks(pools, batch.copies)
         input_ids = self._drawer.input_ids(batch)
         num_tokens = len(input_ids)
+        numba.set_num_threads(self._kernels.num_threads)  # numba keeps the number for each thread
         positions = batch.positions.ctypes.data
         plan = self._kernels.plan_attention(batch.cu_q.ctypes.data, positions, len(batch.cu_q) - 1, num_tokens)
         self._run_calls(

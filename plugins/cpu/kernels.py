@@ -66,6 +66,7 @@ class CpuKernels:
         self._items = np.zeros(0, np.int32)
         self._result = np.zeros(2, np.int64)
         self._eps_bits: dict[float, int] = {}
+        self._block_bytes = pool_nbytes_per_block(config)
 
     @property
     def scratch(self) -> int:
@@ -133,7 +134,7 @@ class CpuKernels:
         items, result = self._items.ctypes.data, self._result.ctypes.data
         self._run("plan_attention", 1, cu_q, positions, num_sequences, items, result)
         num_items, context = (int(x) for x in self._result)
-        kv_bytes = context * pool_nbytes_per_block(self.config) // self.config.block_size
+        kv_bytes = context * self._block_bytes // self.config.block_size
         work_items = num_items * self.config.num_kv_heads
         parts = min(work_items, self.num_threads) if kv_bytes > SERIAL_KV_BYTES else 1
         return AttentionPlan(items, num_items, max(1, parts))

@@ -4,7 +4,7 @@ import ctypes
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum, auto
 from typing import Any
 
 import numpy as np
@@ -15,21 +15,21 @@ from trtcb.plugins.cpu.specialize import Progress, compile_kernels, compile_laun
 Int64 = npt.NDArray[np.int64]
 
 
-class StepWord(Enum):
+class StepWord(IntEnum):
     """What differs from step to step: sizes, and addresses of the step's arrays."""
 
-    NUM_TOKENS = "num_tokens"
-    NUM_LOGITS = "num_logits"
-    TABLE_WIDTH = "table_width"
-    INPUT_IDS = "input_ids"
-    POSITIONS = "positions"
-    SLOT_MAPPING = "slot_mapping"
-    BLOCK_TABLES = "block_tables"
-    LOGIT_INDEX = "logit_index"
-    ITEMS = "items"
-    NUM_ITEMS = "num_items"
-    TOKEN_PARTS = "token_parts"  # noqa: S105
-    LOGIT_PARTS = "logit_parts"
+    NUM_TOKENS = auto()
+    NUM_LOGITS = auto()
+    TABLE_WIDTH = auto()
+    INPUT_IDS = auto()
+    POSITIONS = auto()
+    SLOT_MAPPING = auto()
+    BLOCK_TABLES = auto()
+    LOGIT_INDEX = auto()
+    ITEMS = auto()
+    NUM_ITEMS = auto()
+    TOKEN_PARTS = auto()
+    LOGIT_PARTS = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,17 @@ class StepFunction:
         self._memory = np.zeros((len(calls) + 1) * words, np.int64)
         start = -self._memory.ctypes.data % 64 // 8  # parts are counted on another cache line than arguments are read
         self._table = self._memory[start : start + len(calls) * words].reshape(len(calls), words)
-        places: dict[StepWord, list[int]] = {word: [] for word in StepWord}
+        places: list[tuple[StepWord, int]] = []
         for index, call in enumerate(calls):
             self._table[index, 0] = call.kernel
             for place, value in ((module.PARTS, call.parts), *enumerate(call.arguments, first)):
                 if isinstance(value, StepWord):
-                    places[value].append(index * words + place)
+                    places.append((value, index * words + place))
                 else:
                     self._table[index, place] = value
-        self._places = [(word, np.array(found, np.intp)) for word, found in places.items() if found]
+        self._words = sorted({word for word, _ in places})
+        self._which = np.array([self._words.index(word) for word, _ in places], np.intp)
+        self._places = np.array([place for _, place in places], np.intp)
         self._counters = [module.CLAIMED, module.DONE, words - 1]  # the last is for kernels that claim items
         self._times = [module.BUSY, module.ENDED]
 
@@ -108,9 +110,8 @@ class StepFunction:
         return CallTimes(began_ns, ended_ns, num_threads, np.diff(call_ended_ns), busy_ns)
 
     def _fill_in(self, words: Mapping[StepWord, int]) -> None:
-        flat = self._table.reshape(-1)
-        for word, places in self._places:
-            flat[places] = words[word]
+        values = np.array([words[word] for word in self._words], np.int64)
+        self._table.reshape(-1)[self._places] = values[self._which]
         self._table[:, self._counters] = 0
 
     def _work_off(self, num_threads: int) -> None:

@@ -1,5 +1,7 @@
 """A step as one call: its kernels run in order, each on all its parts, whatever number of threads there is."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ WIDTH = 64
 class Chain:
     """Products one behind the other, each of what the one before it wrote."""
 
-    def __init__(self, length: int, parts: int, *, profile: bool = False) -> None:
+    def __init__(self, length: int, *parts: int, profile: bool = False) -> None:
         rng = np.random.default_rng(0)
         self.weights = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 8 for _ in range(length)]
         self.linears = [PackedLinear(weight) for weight in self.weights]
@@ -24,8 +26,8 @@ class Chain:
         at = [value.ctypes.data for value in self.values]
         self.step = StepFunction(
             [
-                KernelCall(linear.kernel, parts, (at[index], linear.panels, at[index + 1], StepWord.NUM_TOKENS))
-                for index, linear in enumerate(self.linears)
+                KernelCall(linear.kernel, count, (at[index], linear.panels, at[index + 1], StepWord.NUM_TOKENS))
+                for index, (linear, count) in enumerate(zip(self.linears, itertools.cycle(parts), strict=False))
             ],
             profile=profile,
         )
@@ -37,10 +39,10 @@ class Chain:
         return rows
 
 
-@pytest.mark.parametrize("parts", [1, 2, 7])
+@pytest.mark.parametrize("parts", [(1,), (2,), (7,), (1, 2), (1, 1, 2), (3, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize("num_threads", sorted({1, THREADS}))
 def test_each_call_sees_all_that_the_one_before_it_wrote(parts, num_threads):
-    chain = Chain(40, parts)
+    chain = Chain(40, *parts)
     found = []
     for _ in range(20):
         chain.values[1:] = np.nan

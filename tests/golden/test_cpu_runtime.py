@@ -3,7 +3,9 @@
 import dataclasses
 import subprocess
 import sys
+import threading
 
+import numba
 import numpy as np
 import pytest
 
@@ -12,7 +14,9 @@ from tests.golden.cpu_plan import CpuRunner, write_cpu_plan
 from tests.golden.ort_runner import export_runner, run_packed
 from trtcb.errors import OutOfMemoryError, UsageError
 from trtcb.evaluation.piece import Piece, pack
+from trtcb.executor.cpu_runtime import CpuRuntime
 from trtcb.executor.linear import padded_rows
+from trtcb.plan import Plan
 from trtcb.plugins.cpu import arena
 from trtcb.spec import BuildLimits, KVDtype, RopeScaling, WeightDtype
 
@@ -172,6 +176,24 @@ def test_all_packed_weights_lie_in_one_piece_of_memory_and_values_in_another(tmp
 def test_an_engine_that_does_not_exist_is_no_other_one(tmp_path):
     with pytest.raises(UsageError, match="no CPU engine 'hole_step': use auto"):
         cpu_runner(tmp_path, "hole_step", WeightDtype.FP32, KVDtype.FP32)
+
+
+def test_a_step_takes_the_threads_it_was_given_wherever_it_runs(tmp_path):
+    path = tmp_path / "tiny.plan"
+    write_cpu_plan(path, random_checkpoint(SPEC, seed=1), WeightDtype.FP32, KVDtype.FP32, LIMITS)
+    runtime = CpuRuntime(Plan.open(path), num_blocks=4, max_num_tokens=64, max_num_logits=4, num_threads=1)
+    seen = []
+
+    def step():
+        runtime.launch(pack([Piece([1, 2, 3], 0, range(4), "last")], LIMITS.block_size))
+        runtime.wait()
+        seen.append(numba.get_num_threads())
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    runtime.close()
+    assert seen == [1]
 
 
 SERVE_WITHOUT_TORCH = """
