@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peer_http import load, mixed_workload, trtcb_serve
+from peer_http import http_lengths, load, mixed_workload, trtcb_serve
 from peer_lines import CONFIGURATIONS
 from peer_server import free_port, server
 
@@ -17,6 +17,7 @@ from trtcb.plan import Plan
 MEMORY_TARGET_MB = 400
 START_TARGET_S = 4.0
 _NUM_BLOCKS = 256  # a small pool, which the requests of the measurement fill
+_NUM_REQUESTS = 64
 _STARTS = 3
 
 
@@ -41,8 +42,8 @@ def measure_plan(path: Path, arguments: argparse.Namespace, logs: Path) -> dict[
         with server(command, port, "/ready", logs / "serve.log") as running:
             starts.append(running.start_s)
             if number == _STARTS:
-                count = 8 if arguments.small else 64
-                load(running.url, mixed_workload(count, arguments.seed, math.inf, prompt_seed=0, max_concurrency=16))
+                lengths = http_lengths(arguments, _NUM_REQUESTS)
+                load(running.url, mixed_workload(lengths, arguments.seed, math.inf, prompt_seed=0, max_concurrency=16))
                 import psutil  # of the development dependencies; a comparison does without
 
                 resident = psutil.Process(running.pid).memory_info().rss

@@ -1,6 +1,7 @@
 """The comparison with other systems: workers behind the protocol, ratios and targets, and what a failure spoils."""
 
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -8,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
 import numpy as np
+import peer_footprint
 import peer_worker
 import peers
 import pytest
@@ -316,6 +319,25 @@ def test_the_same_requests_over_http() -> None:
     assert np.allclose(workload.arrival_s, 2 * twice.arrival_s)
     assert not mixed_workload(lengths, 0, float("inf"), prompt_seed=0).arrival_s.any()
     assert all(num_prompt <= 64 and num_output <= 16 for num_prompt, num_output in http_lengths(small, 8))
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_memory_is_counted_of_the_last_start_under_load(tmp_path: Path, monkeypatch, small: bool) -> None:
+    events = []
+
+    @contextmanager
+    def started(command, port, path, log):
+        events.append("start")
+        yield SimpleNamespace(url="http://server", pid=os.getpid(), start_s=float(len(events)))
+
+    monkeypatch.setattr(peer_footprint, "server", started)
+    monkeypatch.setattr(peer_footprint, "load", lambda url, workload: events.append((url, len(workload.prompt_len))))
+    monkeypatch.setattr(peer_footprint, "weight_and_pool_bytes", lambda path, num_blocks: 10**6)
+    asked = SimpleNamespace(small=small, seed=0, threads=2)
+    found = peer_footprint.measure_plan(Path("any.plan"), asked, tmp_path)
+    assert events == [*["start"] * 4, ("http://server", 4 if small else 64)]
+    assert found["beyond_mb"] == pytest.approx(found["resident_mb"] - 1, abs=0.11)
+    assert [found["starts_s"], found["start_s"], found["is_start_met"]] == [[2.0, 3.0, 4.0], 3.0, True]
 
 
 @pytest.mark.parametrize("limit", [0.2, 1.0, 3.3, 40.0])
