@@ -6,6 +6,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from types import TracebackType
@@ -269,11 +270,12 @@ class LLM:
                 if not running:
                     time.sleep(_POLL_S)  # other threads' requests fill the queue
                     continue
-                running.remove(answers.ended.get())
+                # what waits is submitted as soon as others have started, not only when one of them ended
+                with suppress(queue.Empty):
+                    running.remove(answers.ended.get(timeout=_POLL_S if waiting else None))
         finally:
-            for request_id in running:
-                self._engine.abort(request_id)
             for request_id in answers.deltas:
+                self._engine.abort(request_id)  # an interrupted call may not know yet that it has submitted one
                 del self._answers[request_id]
         completions = map(_completion, answers.deltas.values())
         return [

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import logging
 import threading
+import time
 
 import pytest
 
@@ -322,6 +323,17 @@ class TestLLM:
             completions = llm.generate(prompts, self.PARAMS)
         assert [list(c.token_ids) for c in completions] == [answer(p) for p in prompts]
 
+    def test_a_short_queue_does_not_keep_the_batch_small(self):
+        batches = []
+
+        def on_step(stats):
+            batches.append(stats.num_rows)
+            time.sleep(0.01)
+
+        with LLM(runtime=Gated(), model=MODEL, on_step=on_step, **SETTINGS, max_queue_size=1) as llm:
+            llm.generate([(n,) for n in range(4)], SamplingParams(max_tokens=50, ignore_eos=True))
+        assert max(batches) == 4
+
     def test_threads_share_one_engine(self, llm):
         results = {}
 
@@ -369,6 +381,21 @@ class TestLLM:
         assert llm._engine.wait_idle(WAIT_S)
         assert llm._answers == {}
         assert llm._engine.snapshot().used_blocks == 0
+
+    def test_an_interrupt_right_after_a_submission_leaves_nothing_behind(self, llm, monkeypatch):
+        submit, runtime = llm._engine.submit, llm._engine._runtime
+
+        def interrupted(request):
+            submit(request)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(llm._engine, "submit", interrupted)
+        runtime.gate.clear()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([(1,)], SamplingParams(max_tokens=150, ignore_eos=True))
+        runtime.gate.set()
+        assert llm._engine.wait_idle(WAIT_S)
+        assert llm._engine.snapshot().steps < 3
 
     def test_misuse_is_named(self, llm):
         with pytest.raises(UsageError, match="prompts is a list"):
