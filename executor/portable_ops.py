@@ -52,6 +52,7 @@ class PortableOps:
         """A tensor that stays mapped in the plan; its pages are read as they are touched."""
         if name not in self._tables:
             self._tables[name] = as_tensor(self._plan.tensor(name))
+            self._plan.release(name)  # those that were touched to verify it
         tensor = self._tables[name]
         if tensor.shape[-1] != width:
             raise PlanError(f"tensor {name!r} of the plan is {tensor.shape[-1]} wide, not {width}: rebuild the plan")
@@ -93,7 +94,7 @@ class PortableOps:
         if out.name == "logits" and self._plan.tensors[name].dtype == "bf16":
             return self._head(name, values[source.name], values[out.name])
         multiply = pack_linear(as_tensor(self._plan.tensor(name)))
-        self._drop(name)
+        self._plan.release(name)
         x, rows = values[source.name], source.rows
 
         def run(step: Step) -> None:
@@ -114,7 +115,7 @@ class PortableOps:
 
         linear = PackedLinear(*map(self._plan.tensor, call.weights), memory=self._memory)
         for name in call.weights:
-            self._drop(name)
+            self._plan.release(name)
         x, y = source.data_ptr(), out.data_ptr()
         return lambda step: linear.multiply(x, y, step.num_rows(rows))
 
@@ -123,18 +124,13 @@ class PortableOps:
         from trtcb.plugins.cpu.linear import PackedLinear
 
         head, address = PackedLinear(self._plan.tensor(name), memory=self._memory), logits.data_ptr()
-        self._drop(name)
+        self._plan.release(name)
 
         def run(step: Step) -> None:
             rows = hidden[: step.num_logits].float()
             head.multiply(rows.data_ptr(), address, step.num_logits)
 
         return run
-
-    def _drop(self, name: str) -> None:
-        """Forget the pages of a weight that was packed, unless an embedding looks its rows up in them."""
-        if name not in self._tables:
-            self._plan.release(name)
 
     def _rope_kv_write(self, call: Call, program: Program, values: Values) -> Op:
         [qkv], query = call.inputs, values[call.outputs[0]].data_ptr()

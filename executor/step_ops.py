@@ -79,6 +79,7 @@ class StepOps:
         """Address of a tensor that stays mapped in the plan; its pages are read as they are touched."""
         if name not in self._mapped:
             self._mapped[name] = self._plan.tensor(name)
+            self._plan.release(name)  # those that were touched to verify it
         return self._mapped[name].ctypes.data
 
     def _embedding(self, call: Call, out: Value) -> KernelCall:
@@ -101,8 +102,7 @@ class StepOps:
         linear = PackedLinear(*map(self._plan.tensor, call.weights), rows=kind, memory=self._memory)
         self._kept.append(linear)
         for name in call.weights:
-            if name not in self._mapped:  # an embedding looks its rows up in the plan
-                self._plan.release(name)
+            self._plan.release(name)
         parts = min(max(linear.num_bytes // _PART_BYTES, 1), _PARTS_PER_THREAD * self._kernels.num_threads)
         x, y = self._at(call.inputs[0]), self._at(out.name)
         return KernelCall(linear.kernel, parts, (x, linear.panels, y, _ROWS[out.rows]))

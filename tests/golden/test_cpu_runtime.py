@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -171,6 +172,23 @@ def test_all_packed_weights_lie_in_one_piece_of_memory_and_values_in_another(tmp
     monkeypatch.setattr(arena, "_map", lambda num_bytes: mapped.append(num_bytes) or reserve(num_bytes))
     cpu_runner(tmp_path, engine, WeightDtype.INT4, KVDtype.FP8)
     assert len(mapped) == {"portable": 1, "whole_step": 2}[engine]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("weight_dtype", [WeightDtype.BF16, WeightDtype.INT8], ids=str)
+def test_weights_are_not_held_twice(tmp_path, engine, weight_dtype):
+    """Of the plan, whose pages were read to verify and to pack it, none stays in memory, the embedding's included."""
+    spec = dataclasses.replace(SPEC, vocab_size=1 << 14, tie_embeddings=True)
+    runner = cpu_runner(tmp_path, engine, weight_dtype, KVDtype.FP8, spec)
+    mapping, resident = "", 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.endswith(str(tmp_path / "tiny.plan")):
+            mapping = line
+        elif mapping and line.startswith("Rss:"):
+            resident, mapping = resident + int(line.split()[1]) * 1024, ""
+    embedding = spec.vocab_size * spec.hidden_size * 2
+    assert resident < embedding / 4
+    runner.runtime.close()
 
 
 def test_an_engine_that_does_not_exist_is_no_other_one(tmp_path):
