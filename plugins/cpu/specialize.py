@@ -14,12 +14,11 @@ import logging
 import os
 import platform
 import re
-import shutil
 import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -105,9 +104,10 @@ def load_module(source: str, constants: Mapping[str, object]) -> ModuleType:
     folder.mkdir(mode=0o700, exist_ok=True)
     _check_private(folder)
     path = folder / f"{source}.py"
-    if not path.is_file() or path.read_text() != text:  # numba discards its cache when this file changes
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-            file.write(text)
+    source_bytes = text.encode()
+    if not path.is_file() or path.read_bytes() != source_bytes:  # numba discards its cache when this file changes
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(source_bytes)
         os.replace(file.name, path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -143,7 +143,9 @@ def _compile(module: ModuleType, build: Callable[[], Any]) -> Any:
             if not compiled.is_dir():
                 raise
             logger.warning("Rebuilding the kernel cache %s: %s", compiled, error)
-            shutil.rmtree(compiled)
+            for path in compiled.iterdir():  # the folder stays: other processes may be writing to it
+                with suppress(OSError):
+                    path.unlink()
             return build()
 
 

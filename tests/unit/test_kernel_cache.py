@@ -11,6 +11,7 @@ import pytest
 from trtcb.cache import make_cache_root
 from trtcb.errors import TargetUnavailableError, UsageError
 from trtcb.plugins.cpu import isa
+from trtcb.plugins.cpu import specialize as specialize_module
 from trtcb.plugins.cpu.kernels import KernelConfig
 from trtcb.plugins.cpu.simd import jit
 from trtcb.plugins.cpu.specialize import cache_folder, compile_kernels, compile_launcher, load_module, specialize
@@ -137,6 +138,30 @@ def test_a_damaged_cache_is_rebuilt(caplog):
     kernels = compile_kernels("kernel_plan", PLAN)
     assert kernels["plan_attention"].address
     assert "Rebuilding" in caplog.text
+
+
+def test_a_damaged_source_is_written_anew():
+    path = Path(load_module("kernel_plan", PLAN).__file__)
+    source = path.read_bytes()
+    path.write_bytes(b"\xff\x00 no text")
+    del sys.modules[load_module("kernel_plan", PLAN).__name__]
+    load_module("kernel_plan", PLAN)
+    assert path.read_bytes() == source
+
+
+def test_rebuilding_leaves_the_folder_to_processes_that_write_to_it():
+    module = load_module("kernel_plan", PLAN)
+    folder = Path(module.__file__).parent / "__pycache__"
+    folder.mkdir(exist_ok=True)
+    damaged = folder / "damaged.nbi"
+    damaged.write_bytes(b"damage")
+
+    def build():
+        if damaged.exists():
+            raise EOFError
+        return folder.is_dir()
+
+    assert specialize_module._compile(module, build)
 
 
 def test_a_changed_source_in_the_cache_is_written_again():
