@@ -8,6 +8,7 @@ import numpy as np
 from trtcb.plugins import reference
 from trtcb.plugins.cpu.kernels import CpuKernels, KernelConfig, PoolAddresses
 from trtcb.plugins.cpu.pools import PoolArrays, from_portable
+from trtcb.plugins.nvidia.paged import PagedShape
 from trtcb.spec import KVDtype
 
 
@@ -19,7 +20,7 @@ def config(kv: str, *, heads=9, kv_heads=3, dim=64, block_size=32, activation="f
 class RaggedBatch:
     """Sequences of ``(tokens already cached, new tokens)``; keys and values of all of them are in ``pools``."""
 
-    config: KernelConfig
+    config: KernelConfig | PagedShape
     sequences: list[tuple[int, int]]
     pools: reference.KVPools
     query: np.ndarray
@@ -28,7 +29,7 @@ class RaggedBatch:
     block_tables: np.ndarray
 
     @staticmethod
-    def make(config: KernelConfig, sequences: list[tuple[int, int]], seed: int = 0) -> "RaggedBatch":
+    def make(config: KernelConfig | PagedShape, sequences: list[tuple[int, int]], seed: int = 0) -> "RaggedBatch":
         rng = np.random.default_rng(seed)
         lengths = [cached + new for cached, new in sequences]
         num_blocks = [-(-length // config.block_size) for length in lengths]
@@ -84,7 +85,7 @@ def addresses(arrays: PoolArrays) -> PoolAddresses:
     return PoolAddresses(**{name: array.ctypes.data for name, array in arrays.items()})
 
 
-def garbage_pools(config: KernelConfig, num_blocks: int, rng: np.random.Generator) -> reference.KVPools:
+def garbage_pools(config: KernelConfig | PagedShape, num_blocks: int, rng: np.random.Generator) -> reference.KVPools:
     """What freed blocks may hold: any finite bits."""
     pools = reference.KVPools.zeros(
         config.kv_dtype, num_blocks * config.block_size, config.num_kv_heads, config.head_dim
