@@ -7,53 +7,18 @@ here: wrong indices corrupt memory, so whoever builds the batch must be right.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 
-from trtcb.errors import UsageError
 from trtcb.plugins.nvidia import attention, kv_write
-from trtcb.plugins.schema import KV_FORMATS
-from trtcb.spec import KVDtype
+from trtcb.plugins.nvidia.shape import DECODE, MIXED, PagedShape, Tile
 
 if TYPE_CHECKING:
     import torch
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows and context tokens that a program treats at a time."""
-
-    rows: int
-    columns: int
-
-
-DECODE, MIXED = Tile(16, 64), Tile(64, 32)
-"""Tiles for steps in which every sequence has one token, and for all others."""
-
 SPLIT = 512
 """Context tokens of a program where one token per sequence attends to more than these."""
-
-
-@dataclass(frozen=True, slots=True)
-class PagedShape:
-    """What kernels are compiled for. ``scale`` multiplies the scores."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    kv_dtype: KVDtype
-    scale: float
-
-    def __post_init__(self) -> None:
-        if self.head_dim not in HEAD_DIMS:
-            raise UsageError(
-                f"the GPU kernels take heads of {', '.join(map(str, HEAD_DIMS))} elements, and this model's have "
-                f"{self.head_dim}: use --target cpu"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,49 +47,44 @@ class RaggedTensors:
 
 
 class PagedKernels:
-    """The kernels for one shape. ``has_e4m3``: the processor has that type (compute capability 8.9 and later)."""
+    """The kernels for one shape, on a processor of ``capability`` (compute capability times ten)."""
 
-    def __init__(self, shape: PagedShape, *, has_e4m3: bool) -> None:
+    def __init__(self, shape: PagedShape, *, capability: int) -> None:
         self._shape = shape
-        self._write: dict[str, Any] = {"HK": shape.num_kv_heads, "D": shape.head_dim}
-        self._attend: dict[str, Any] = {
-            **self._write,
-            "SCALE": shape.scale,
-            "H": shape.num_heads,
-            "BLOCK_SIZE": shape.block_size,
+        self._group = shape.num_heads // shape.num_kv_heads
+        self._write = shape.write_constants()
+        self._decode, self._mixed = (shape.attend_constants(tile, capability) for tile in (DECODE, MIXED))
+        rows = max(DECODE.rows, triton.next_power_of_2(self._group))
+        self._split = {
+            **shape.attend_constants(Tile(rows, DECODE.columns), capability),
+            **shape.format_constants(capability),
+            "SPLIT": SPLIT,
         }
-        self._format: dict[str, Any] = {"FORMAT": KV_FORMATS.get(shape.kv_dtype, "none")}
-        self._codes: dict[str, Any] = {**self._format, "NATIVE": has_e4m3 and shape.kv_dtype is KVDtype.FP8}
+        is_quantized = shape.kv_dtype.is_quantized
+        self._write_kernel = kv_write.quant_kv_cache_write if is_quantized else kv_write.kv_cache_write
+        self._attention = attention.quant_paged_attention if is_quantized else attention.paged_attention
 
     def write(self, k: torch.Tensor, v: torch.Tensor, pools: PoolTensors, slot_mapping: torch.Tensor) -> None:
         """Store ``k, v`` ``[T, HK, D]`` at the slots ``slot_mapping`` int32 ``[T]``, in place."""
         grid = (len(slot_mapping), self._shape.num_kv_heads)
-        arguments = (k, v, *pools.arrays, slot_mapping, *pools.arrays)
-        if self._shape.kv_dtype.is_quantized:
-            kv_write.quant_kv_cache_write[grid](*arguments, **self._write, **self._format, num_warps=1)
-        else:
-            kv_write.kv_cache_write[grid](*arguments, **self._write, num_warps=1)
+        self._write_kernel[grid](k, v, *pools.arrays, slot_mapping, *pools.arrays, **self._write, num_warps=1)
 
     def attend(self, q: torch.Tensor, pools: PoolTensors, ragged: RaggedTensors, out: torch.Tensor) -> None:
         """Write the context ``out`` ``[T, H, D]`` of queries ``q`` ``[T, H, D]``, whose keys are in the pools."""
-        shape, tile = self._shape, DECODE if ragged.max_rows == 1 else MIXED
+        constants = self._decode if ragged.max_rows == 1 else self._mixed
         num_sequences, max_blocks = ragged.block_tables.shape
-        rows = ragged.max_rows * (shape.num_heads // shape.num_kv_heads)
-        grid = (triton.cdiv(rows, tile.rows), shape.num_kv_heads, num_sequences)
-        # the last two of the operator's inputs are for launch dimensions alone
-        arguments = (q, *pools.arrays, ragged.block_tables, ragged.positions, ragged.cu_q, ragged.cu_q, ragged.cu_q)
-        sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns}
-        if shape.kv_dtype.is_quantized:
-            attention.quant_paged_attention[grid](*arguments, max_blocks, out, **self._attend, **sizes, **self._codes)
-        else:
-            attention.paged_attention[grid](*arguments, max_blocks, out, **self._attend, **sizes)
+        tiles = triton.cdiv(ragged.max_rows * self._group, constants["ROWS"])
+        # the operator's last two inputs are for launch dimensions alone
+        inputs = (q, *pools.arrays, ragged.block_tables, ragged.positions, ragged.cu_q, ragged.cu_q, ragged.cu_q)
+        grid = (tiles, self._shape.num_kv_heads, num_sequences)
+        self._attention[grid](*inputs, max_blocks, out, **constants)
 
     def attend_in_splits(
         self, q: torch.Tensor, pools: PoolTensors, ragged: RaggedTensors, out: torch.Tensor, max_context: int
     ) -> None:
         """Do the same for one row a sequence, on a program for each :data:`SPLIT` tokens of context.
 
-        ``max_context`` is at least the tokens of the longest context. Needs memory for fp32 ``[splits, B, H, D]``.
+        ``max_context`` is at least the tokens of the longest context. Takes memory for fp32 ``[splits, B, H, D]``.
         """
         import torch
 
@@ -133,16 +93,10 @@ class PagedKernels:
         splits, heads = triton.cdiv(max_context, SPLIT), (num_sequences, shape.num_heads)
         sums = torch.empty((splits, *heads, shape.head_dim), dtype=torch.float32, device=q.device)
         peak, total = torch.empty((2, splits, *heads), dtype=torch.float32, device=q.device)
-        k_scale, v_scale = (pools.k, pools.v) if pools.k_scale is None else (pools.k_scale, pools.v_scale)
-        group = shape.num_heads // shape.num_kv_heads
+        scales = pools.arrays[2:] or pools.arrays  # not read where there are none
         attention.split_attention[splits, shape.num_kv_heads, num_sequences](
-            *(q, pools.k, pools.v, k_scale, v_scale, ragged.block_tables, ragged.positions, max_blocks),
-            *(sums, peak, total),
-            **self._attend,
-            **self._codes,
-            ROWS=max(DECODE.rows, triton.next_power_of_2(group)),
-            COLUMNS=DECODE.columns,
-            SPLIT=SPLIT,
+            *(q, pools.k, pools.v, *scales, ragged.block_tables, ragged.positions, max_blocks, sums, peak, total),
+            **self._split,
         )
         attention.merge_splits[shape.num_heads, num_sequences](
             *(sums, peak, total, ragged.positions, out), H=shape.num_heads, D=shape.head_dim, SPLIT=SPLIT

@@ -8,7 +8,7 @@ import numpy as np
 from trtcb.plugins import reference
 from trtcb.plugins.cpu.kernels import CpuKernels, KernelConfig, PoolAddresses
 from trtcb.plugins.cpu.pools import PoolArrays, from_portable
-from trtcb.plugins.nvidia.paged import PagedShape
+from trtcb.plugins.nvidia.shape import PagedShape
 from trtcb.spec import KVDtype
 
 

@@ -14,7 +14,8 @@ from tests.conformance.ragged_batch import RaggedBatch
 from tests.conformance.torch_arrays import to_torch
 from trtcb.errors import UsageError
 from trtcb.plugins.nvidia import paged
-from trtcb.plugins.nvidia.paged import PagedKernels, PagedShape, PoolTensors, RaggedTensors
+from trtcb.plugins.nvidia.paged import PagedKernels, PoolTensors, RaggedTensors
+from trtcb.plugins.nvidia.shape import PagedShape
 from trtcb.spec import KVDtype
 
 TOLERANCE = 2e-3
@@ -30,17 +31,17 @@ def tensors(batch: RaggedBatch) -> tuple[torch.Tensor, PoolTensors, RaggedTensor
     return to_torch(batch.query.astype(np.float16)), pools, ragged
 
 
-def attended(batch: RaggedBatch, *, has_e4m3: bool = False) -> np.ndarray:
+def attended(batch: RaggedBatch, capability: int = 80) -> np.ndarray:
     query, pools, ragged = tensors(batch)
     out = torch.full_like(query, float("nan"))
-    PagedKernels(batch.config, has_e4m3=has_e4m3).attend(query, pools, ragged, out)
+    PagedKernels(batch.config, capability=capability).attend(query, pools, ragged, out)
     return out.numpy().reshape(len(out), -1)
 
 
 def split(batch: RaggedBatch) -> np.ndarray:
     query, pools, ragged = tensors(batch)
     out = torch.full_like(query, float("nan"))
-    PagedKernels(batch.config, has_e4m3=False).attend_in_splits(
+    PagedKernels(batch.config, capability=80).attend_in_splits(
         query, pools, ragged, out, int(batch.positions.max()) + 1
     )
     return out.numpy().reshape(len(out), -1)
@@ -68,9 +69,7 @@ def test_heads_of_any_group(heads, kv_heads, dim, sequences):
 
 def test_processors_with_e4m3_get_the_same():
     batch = batch_of("fp8", MIXED[:2])
-    np.testing.assert_allclose(
-        attended(batch, has_e4m3=True), attended(batch, has_e4m3=False), atol=TOLERANCE, rtol=TOLERANCE
-    )
+    np.testing.assert_allclose(attended(batch, 89), attended(batch, 80), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kv", ["fp16", "fp8"])
