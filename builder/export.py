@@ -10,8 +10,8 @@ Inputs and outputs are listed in :mod:`trtcb.plugins.ports`. Nodes of a layer ca
 ``RotaryEmbedding``           ``q_rope``, in fp32: other graphs have the Casts ``q_fp32`` and ``q_bf16`` around it
 ``Reshape``                   ``q`` ``[T, H, D]``; and the same three for k
 ``Reshape``                   ``v``
-``[Quant]KVCacheWrite``       ``kv_cache_write``
-``[Quant]PagedAttention``     ``paged_attention``
+``[Quant]KVCacheWrite``       ``kv_cache_write``; in a deferred graph ``[Quant]FreshKV``, ``fresh_kv``
+``[Quant]PagedAttention``     ``paged_attention``; in a deferred graph ``[Quant]FreshPagedAttention``
 ``Reshape`` ``Gemm`` ``Add``  ``context`` ``o_proj`` ``attention_residual``
 ``RMSNormalization``          ``mlp_norm``
 ``Gemm`` x2                   ``gate_proj`` ``up_proj``
@@ -49,7 +49,16 @@ from trtcb.builder.onnx_file import ExternalTensor, external_tensors, write_onnx
 from trtcb.errors import UsageError
 from trtcb.plugins.functions import ELEMENT_TYPES, OPSET, functions_for
 from trtcb.plugins.ports import GraphDtype, Port, graph_inputs, graph_outputs, pool_port
-from trtcb.plugins.schema import DOMAIN, KV_FORMATS, VERSION, OpSchema, attention_op, write_op
+from trtcb.plugins.schema import (
+    DOMAIN,
+    KV_FORMATS,
+    VERSION,
+    OpSchema,
+    attention_op,
+    fresh_attention_op,
+    fresh_op,
+    write_op,
+)
 from trtcb.spec import KVDtype, ModelSpec
 
 __all__ = ["ExternalTensor", "build_graph", "external_tensors", "write_onnx"]
@@ -68,9 +77,12 @@ def build_graph(
     kv_dtype: KVDtype,
     block_size: int,
     max_positions: int,
+    deferred: bool = False,
     data_location: str = "weights.data",
 ) -> onnx.ModelProto:
     """Export ``spec`` as a step graph that computes in ``dtype`` (a ``GraphDtype``) and caches in ``kv_dtype``.
+
+    A ``deferred`` graph only reads the pools; what the step adds to them are outputs, for its executor to store.
 
     No weight is read: initialisers are references into the external file ``data_location``, named as in the checkpoint
     (``model.layers.0.self_attn.q_proj.weight``, shape ``[N, K]``; a tied head is the embedding), plus ``rope_cos`` and
@@ -83,18 +95,18 @@ def build_graph(
         raise UsageError(f"block_size is {block_size}; it must be at least 1")
     if not 1 <= max_positions <= spec.max_position:
         raise UsageError(f"max_positions is {max_positions}; {spec.name} takes 1 to {spec.max_position}")
-    graph = _StepGraph(spec, compute, kv_dtype, block_size, data_location)
+    graph = _StepGraph(spec, compute, kv_dtype, block_size, data_location, deferred)
     graph.emit(max_positions)
     model = helper.make_model(
         helper.make_graph(
             graph.nodes,
             spec.name,
-            [_value_info(port) for port in graph_inputs(spec, kv_dtype)],
-            [_value_info(port) for port in graph_outputs(spec, kv_dtype)],
+            [_value_info(port) for port in graph_inputs(spec, kv_dtype, deferred=deferred)],
+            [_value_info(port) for port in graph_outputs(spec, kv_dtype, deferred=deferred)],
             graph.initializers,
         ),
         opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)],
-        functions=functions_for(compute, kv_dtype),
+        functions=functions_for(compute, kv_dtype, deferred=deferred),
         ir_version=IR_VERSION,
         producer_name="trtcb",
         producer_version=__version__,
@@ -116,6 +128,7 @@ class _StepGraph:
     kv_dtype: KVDtype
     block_size: int
     data_location: str
+    deferred: bool
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: list[TensorProto] = field(default_factory=list)
     data_size: int = 0  # bytes of the data file so far
@@ -178,22 +191,27 @@ class _StepGraph:
         return self.node("Add", f"{name}.mlp_residual", x, down)
 
     def attention(self, layer: int, q: str, k: str, v: str) -> str:
-        """Store this step's ``k, v [T, HK, D]``, then attend with ``q [T, H, D]``.
+        """Store this step's ``k, v [T, HK, D]``, or encode them for it, then attend with ``q [T, H, D]``.
 
-        Only this method knows how the cache is written: a graph that left the write to its executor would emit other
-        operators here.
+        Only this method knows how the cache is written.
         """
-        name = f"layers.{layer}"
-        write, attend = write_op(self.kv_dtype), attention_op(self.kv_dtype)
         values = {"k": k, "v": v, "q": q}
-        for tensor in write.inputs:
-            if tensor.kind in ("pool", "scale"):
-                values[tensor.name] = pool_port(layer, tensor.name)
-        written = [f"{values[tensor.alias or '']}_out" for tensor in write.outputs]
-        self.custom(write, f"{name}.kv_cache_write", values, written)
-        values.update({tensor.alias or "": new for tensor, new in zip(write.outputs, written, strict=True)})
-        out = f"{name}.paged_attention"
-        self.custom(attend, out, values, [out])
+        values |= {
+            tensor.name: pool_port(layer, tensor.name)
+            for tensor in write_op(self.kv_dtype).inputs
+            if tensor.kind in ("pool", "scale")
+        }
+        if self.deferred:
+            store, attend = fresh_op(self.kv_dtype), fresh_attention_op(self.kv_dtype)
+            new = {tensor.name: pool_port(layer, tensor.name) for tensor in store.outputs}
+            name = "fresh_kv"
+        else:
+            store, attend = write_op(self.kv_dtype), attention_op(self.kv_dtype)
+            new = {tensor.alias or "": f"{values[tensor.alias or '']}_out" for tensor in store.outputs}
+            name = "kv_cache_write"
+        self.custom(store, f"layers.{layer}.{name}", values, list(new.values()))
+        out = f"layers.{layer}.paged_attention"
+        self.custom(attend, out, values | new, [out])
         return out
 
     def rotate(self, name: str, x: str, heads: str, packed: str) -> str:

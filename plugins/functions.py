@@ -17,7 +17,17 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from trtcb.plugins.ports import GraphDtype
 from trtcb.plugins.reference import FINITE_LIMIT, QUANT_MAX, SCALE_FLOOR
-from trtcb.plugins.schema import BLOCK_SIZE, DOMAIN, SCALE, Attribute, OpSchema, attention_op, write_op
+from trtcb.plugins.schema import (
+    BLOCK_SIZE,
+    DOMAIN,
+    SCALE,
+    Attribute,
+    OpSchema,
+    attention_op,
+    fresh_attention_op,
+    fresh_op,
+    write_op,
+)
 from trtcb.spec import KVDtype
 
 OPSET = 23
@@ -36,8 +46,12 @@ ELEMENT_TYPES = {
 _ATTRIBUTE_TYPES = {"int": AttributeProto.INT, "float": AttributeProto.FLOAT, "str": AttributeProto.STRING}
 
 
-def functions_for(dtype: GraphDtype, kv_dtype: KVDtype) -> tuple[onnx.FunctionProto, onnx.FunctionProto]:
-    """Return the write and the attention body for a graph that computes in ``dtype`` and caches in ``kv_dtype``."""
+def functions_for(
+    dtype: GraphDtype, kv_dtype: KVDtype, *, deferred: bool = False
+) -> tuple[onnx.FunctionProto, onnx.FunctionProto]:
+    """Return the bodies of a graph that computes in ``dtype`` and caches in ``kv_dtype``: storing, and attending."""
+    if deferred:
+        return _fresh_function(kv_dtype), _fresh_attention_function(dtype, kv_dtype)
     return _write_function(kv_dtype), _attention_function(dtype, kv_dtype)
 
 
@@ -110,13 +124,28 @@ def _write_function(kv_dtype: KVDtype) -> onnx.FunctionProto:
     b = _Body()
     slots = b.cast(b.unsqueeze("slot_mapping", -1), "int64")
     for x in ("k", "v"):
-        if kv_dtype.is_quantized:
-            values, scales = _quantise(b, x, kv_dtype)
+        values, scales = _encode(b, x, kv_dtype)
+        if scales is not None:
             b.op("ScatterND", f"{x}_scale_pool", slots, scales, out=f"{x}_scale_pool_out")
-        else:
-            values = b.cast(_finite(b, x, FINITE_LIMIT[kv_dtype]), kv_dtype.value)
         b.op("ScatterND", f"{x}_pool", slots, values, out=f"{x}_pool_out")
     return b.function(write_op(kv_dtype))
+
+
+def _fresh_function(kv_dtype: KVDtype) -> onnx.FunctionProto:
+    b = _Body()
+    for x in ("k", "v"):
+        values, scales = _encode(b, x, kv_dtype)
+        b.op("Identity", values, out=f"{x}_new")
+        if scales is not None:
+            b.op("Identity", scales, out=f"{x}_scale_new")
+    return b.function(fresh_op(kv_dtype))
+
+
+def _encode(b: _Body, x: str, kv_dtype: KVDtype) -> tuple[str, str | None]:
+    """``x [T, HK, D]`` as a pool holds it, and its scales ``[T, HK]`` if that has any."""
+    if kv_dtype.is_quantized:
+        return _quantise(b, x, kv_dtype)
+    return b.cast(_finite(b, x, FINITE_LIMIT[kv_dtype]), kv_dtype.value), None
 
 
 def _finite(b: _Body, x: str, limit: float) -> str:
@@ -162,11 +191,50 @@ def _encode_e4m3(b: _Body, y: str) -> str:
 def _attention_function(dtype: GraphDtype, kv_dtype: KVDtype) -> onnx.FunctionProto:
     """Gather each sequence's pages, pad its queries to ``S``, attend densely under a mask, pack the result again."""
     b = _Body()
-    slots, column = _slots_of_pages(b)
     first, rows = _padded_rows(b)
+    end = b.op("Slice", "cu_q", b.i64([1]), b.i64([np.iinfo(np.int64).max]), b.i64([0]))
+    last = b.op("Gather", "positions", b.op("Sub", end, b.constant(1, np.int32)), axis=0)
+    slots, column = _slots_of_pages(b, last)
     position = b.op("Gather", "positions", rows, axis=0)
     mask = b.op("LessOrEqual", column, b.unsqueeze(position, -1))  # [B, S, L]
-    keys, values = (_pages(b, x, slots, dtype, kv_dtype) for x in ("k", "v"))
+    keys, values = (_read(b, f"{x}_pool", f"{x}_scale_pool", slots, dtype, kv_dtype) for x in ("k", "v"))
+    _attend(b, rows, first, keys, values, mask)
+    return b.function(attention_op(kv_dtype))
+
+
+def _fresh_attention_function(dtype: GraphDtype, kv_dtype: KVDtype) -> onnx.FunctionProto:
+    """Do the same where a sequence's rows of this step are not in its pages yet: they follow them, padded to ``S``."""
+    b = _Body()
+    first, rows = _padded_rows(b)
+    past = b.op("Gather", "positions", first, axis=0)  # tokens of each sequence in the pools, [B]
+    slots, column = _slots_of_pages(b, b.op("Sub", past, b.constant(1, np.int32)))
+    is_past = b.op("Less", column, b.unsqueeze(past, -1))  # [B, L]
+    is_earlier = b.op("LessOrEqual", "q_range", b.unsqueeze("q_range", -1))  # [S, S]
+    shape = b.op("Shape", rows)
+    mask = b.op(
+        "Concat",
+        b.op("Expand", b.unsqueeze(is_past, 1), b.op("Concat", shape, b.op("Shape", column), axis=0)),
+        b.op("Expand", is_earlier, b.op("Concat", shape, b.op("Shape", "q_range"), axis=0)),
+        axis=2,
+    )
+    keys, values = (_past_and_new(b, x, slots, is_past, rows, dtype, kv_dtype) for x in ("k", "v"))
+    _attend(b, rows, first, keys, values, mask)
+    return b.function(fresh_attention_op(kv_dtype))
+
+
+def _past_and_new(b: _Body, x: str, slots: str, is_past: str, rows: str, dtype: GraphDtype, kv_dtype: KVDtype) -> str:
+    """Keys or values of the pages, zero where nothing of the sequence is, then of the step: ``[B, L + S, HK, D]``.
+
+    A sequence without a past has no slot of its own to read in the place of what others left.
+    """
+    past = _read(b, f"{x}_pool", f"{x}_scale_pool", slots, dtype, kv_dtype)
+    is_past = b.unsqueeze(b.unsqueeze(is_past, -1), -1)
+    past = b.op("Where", is_past, past, b.cast(b.f32(0.0), dtype))
+    return b.op("Concat", past, _read(b, f"{x}_new", f"{x}_scale_new", rows, dtype, kv_dtype), axis=1)
+
+
+def _attend(b: _Body, rows: str, first: str, keys: str, values: str, mask: str) -> None:
+    """Attend densely with the padded ``rows`` of ``q``, and pack the result into ``context``."""
     out = b.op_with(
         {"scale": SCALE},
         "Attention",
@@ -178,7 +246,6 @@ def _attention_function(dtype: GraphDtype, kv_dtype: KVDtype) -> onnx.FunctionPr
     offset = b.op("Sub", b.arange(b.size("q", 0)), b.op("Gather", first, "token_sequence", axis=0))
     place = b.op("Concat", b.unsqueeze("token_sequence", -1), b.unsqueeze(offset, -1), axis=1)
     b.op("GatherND", _heads_first(b, out), b.cast(place, "int64"), out="context")
-    return b.function(attention_op(kv_dtype))
 
 
 def _heads_first(b: _Body, x: str) -> str:
@@ -186,19 +253,17 @@ def _heads_first(b: _Body, x: str) -> str:
     return b.op("Transpose", x, perm=[0, 2, 1, 3])
 
 
-def _slots_of_pages(b: _Body) -> tuple[str, str]:
+def _slots_of_pages(b: _Body, last: str) -> tuple[str, str]:
     """Slots of all pages of all sequences ``[B, L]`` with ``L = MB * block_size``, and the positions they hold ``[L]``.
 
-    Places past a sequence's end repeat its first slot. They are masked, but what others left there may be so large that
-    the scores overflow to NaN, which no mask hides.
+    Places behind a sequence's ``last [B]`` position repeat its first slot. They are masked, but what others left there
+    may be so large that the scores overflow to NaN, which no mask hides.
     """
     block_size = b.op_with({"value_int": BLOCK_SIZE}, "Constant")
     start = b.op("Mul", "block_tables", b.int32(block_size))
     slots = b.op("Add", b.unsqueeze(start, -1), b.arange(block_size))
     slots = b.op("Reshape", slots, b.i64([0, -1]))
     column = b.arange(b.size(slots, 1))
-    end = b.op("Slice", "cu_q", b.i64([1]), b.i64([np.iinfo(np.int64).max]), b.i64([0]))
-    last = b.op("Gather", "positions", b.op("Sub", end, b.constant(1, np.int32)), axis=0)
     used = b.op("LessOrEqual", column, b.unsqueeze(last, -1))
     own = b.op("Slice", slots, b.i64([0]), b.i64([1]), b.i64([1]))
     return b.op("Where", used, slots, own), column
@@ -214,11 +279,11 @@ def _padded_rows(b: _Body) -> tuple[str, str]:
     return first, b.op("Min", b.op("Add", b.unsqueeze(first, -1), "q_range"), last)
 
 
-def _pages(b: _Body, x: str, slots: str, dtype: GraphDtype, kv_dtype: KVDtype) -> str:
-    """Keys or values at ``slots [B, L]`` in the graph's type, ``[B, L, HK, D]``."""
-    raw = b.op("Gather", f"{x}_pool", slots, axis=0)
+def _read(b: _Body, stored: str, scale: str, places: str, dtype: GraphDtype, kv_dtype: KVDtype) -> str:
+    """Keys or values at ``places [B, N]`` of ``stored`` in the graph's type, ``[B, N, HK, D]``."""
+    raw = b.op("Gather", stored, places, axis=0)
     if kv_dtype.is_quantized:
-        scales = b.cast(b.op("Gather", f"{x}_scale_pool", slots, axis=0), "fp32")
+        scales = b.cast(b.op("Gather", scale, places, axis=0), "fp32")
         value = b.op("Mul", _decode(b, raw, kv_dtype), b.unsqueeze(scales, -1))
     elif kv_dtype.value == dtype:
         return raw

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trtcb.plugins.schema import write_op
+from trtcb.plugins.schema import Tensor, fresh_op, write_op
 from trtcb.spec import KVDtype, ModelSpec
 
 GraphDtype = Literal["fp32", "bf16", "fp16"]
@@ -37,28 +37,44 @@ BATCH_PORTS: tuple[Port, ...] = (
 
 
 def pool_port(layer: int, pool: str) -> str:
-    """Name of the input that carries ``pool`` (an operator's ``k_pool``, ``v_scale_pool``, ...) of ``layer``."""
+    """Name of what carries ``pool`` (an operator's ``k_pool``, ``v_scale_pool``, ``k_new``, ...) of ``layer``."""
     return f"layers.{layer}.{pool}"
 
 
 def pool_ports(spec: ModelSpec, kv_dtype: KVDtype) -> tuple[Port, ...]:
     """Return the cache's inputs layer by layer: ``k_pool``, ``v_pool`` and, when quantised, their scale pools."""
+    return _cache_ports(spec, kv_dtype, write_op(kv_dtype).inputs)
+
+
+def new_ports(spec: ModelSpec, kv_dtype: KVDtype) -> tuple[Port, ...]:
+    """Return what a deferred graph gives layer by layer: ``k_new``, ``v_new`` and their scales, a row a token."""
+    return _cache_ports(spec, kv_dtype, fresh_op(kv_dtype).outputs)
+
+
+def graph_inputs(spec: ModelSpec, kv_dtype: KVDtype, *, deferred: bool = False) -> tuple[Port, ...]:
+    """Return all inputs of the step graph, in order. A deferred one does not know where its tokens will be stored."""
+    batch = (port for port in BATCH_PORTS if not (deferred and port.name == "slot_mapping"))
+    return (*batch, *pool_ports(spec, kv_dtype))
+
+
+def graph_outputs(spec: ModelSpec, kv_dtype: KVDtype, *, deferred: bool = False) -> tuple[Port, ...]:
+    """Return all outputs of the step graph, in order: the logits, then the updated pools, or what to add to them."""
+    logits = Port("logits", "fp32", ("NL", spec.vocab_size))
+    if deferred:
+        return (logits, *new_ports(spec, kv_dtype))
+    return (
+        logits,
+        *(Port(f"{p.name}_out", p.dtype, p.shape, updates=p.name) for p in pool_ports(spec, kv_dtype)),
+    )
+
+
+def _cache_ports(spec: ModelSpec, kv_dtype: KVDtype, tensors: tuple[Tensor, ...]) -> tuple[Port, ...]:
+    """Ports of an operator's pools and scales, for every layer."""
     sizes: dict[str, int | str] = {"HK": spec.num_kv_heads, "D": spec.head_dim}
     dtypes = {"pool": "int8" if kv_dtype.is_quantized else kv_dtype.value, "scale": "fp16"}
     return tuple(
         Port(pool_port(layer, tensor.name), dtypes[tensor.kind], tuple(sizes.get(dim, dim) for dim in tensor.shape))
         for layer in range(spec.num_layers)
-        for tensor in write_op(kv_dtype).inputs
+        for tensor in tensors
         if tensor.kind in dtypes
     )
-
-
-def graph_inputs(spec: ModelSpec, kv_dtype: KVDtype) -> tuple[Port, ...]:
-    """Return all inputs of the step graph, in order."""
-    return (*BATCH_PORTS, *pool_ports(spec, kv_dtype))
-
-
-def graph_outputs(spec: ModelSpec, kv_dtype: KVDtype) -> tuple[Port, ...]:
-    """Return all outputs of the step graph, in order: the logits, then the updated pools."""
-    pools = (Port(f"{p.name}_out", p.dtype, p.shape, updates=p.name) for p in pool_ports(spec, kv_dtype))
-    return (Port("logits", "fp32", ("NL", spec.vocab_size)), *pools)

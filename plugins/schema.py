@@ -21,7 +21,8 @@ Rules all implementations follow:
   clipped to +-65504, all in fp32: ``scale = fp16(max(amax(x) / q, 2**-14))``, then ``x / scale`` is rounded half to
   even and saturates at ``+-q``, which is 127 (int8) or 448 (e4m3). The division uses the scale as stored, and the floor
   is a normal fp16 number, so that small rows lose nothing. A row of zeros stores zeros, and so does negative zero.
-* A query at position ``p`` of sequence ``b`` attends to positions ``0..p`` of block table row ``b``.
+* A query at position ``p`` of sequence ``b`` attends to positions ``0..p`` of block table row ``b``; of the deferred
+  pair, those from the sequence's first row of the step on are that row's and its successors' new keys and values.
 """
 
 from collections.abc import Mapping
@@ -125,8 +126,29 @@ QUANT_PAGED_ATTENTION: Final = OpSchema(
     attributes=(BLOCK_SIZE, SCALE, _FORMAT),
 )
 
+# The deferred pair, for runtimes without plugins: what a step adds to the pools is an output, and pools are only read.
+_NEW = (Tensor("k_new", "pool", ("T", "HK", "D")), Tensor("v_new", "pool", ("T", "HK", "D")))
+_NEW_SCALES = (Tensor("k_scale_new", "scale", ("T", "HK")), Tensor("v_scale_new", "scale", ("T", "HK")))
+FRESH_KV: Final = OpSchema("FreshKV", _FRESH, _NEW)
+FRESH_ATTENTION: Final = OpSchema(
+    "FreshPagedAttention", (_QUERY, *_NEW, *_POOLS, *_RAGGED), (_CONTEXT,), attributes=(BLOCK_SIZE, SCALE)
+)
+QUANT_FRESH_KV: Final = OpSchema("QuantFreshKV", _FRESH, (*_NEW, *_NEW_SCALES), attributes=(_FORMAT,))
+QUANT_FRESH_ATTENTION: Final = OpSchema(
+    "QuantFreshPagedAttention",
+    (_QUERY, *_NEW, *_NEW_SCALES, *_POOLS, *_SCALE_POOLS, *_RAGGED),
+    (_CONTEXT,),
+    attributes=(BLOCK_SIZE, SCALE, _FORMAT),
+)
+
 OPS: Final[Mapping[str, OpSchema]] = MappingProxyType(
-    {op.name: op for op in (KV_CACHE_WRITE, PAGED_ATTENTION, QUANT_KV_CACHE_WRITE, QUANT_PAGED_ATTENTION)}
+    {
+        op.name: op
+        for op in (
+            *(KV_CACHE_WRITE, PAGED_ATTENTION, QUANT_KV_CACHE_WRITE, QUANT_PAGED_ATTENTION),
+            *(FRESH_KV, FRESH_ATTENTION, QUANT_FRESH_KV, QUANT_FRESH_ATTENTION),
+        )
+    }
 )
 """All operators by name. Quantised ones are apart because a plugin has one signature and no optional inputs."""
 
@@ -139,3 +161,13 @@ def write_op(kv_dtype: KVDtype) -> OpSchema:
 def attention_op(kv_dtype: KVDtype) -> OpSchema:
     """Return the operator that attends over pools of ``kv_dtype``."""
     return QUANT_PAGED_ATTENTION if kv_dtype.is_quantized else PAGED_ATTENTION
+
+
+def fresh_op(kv_dtype: KVDtype) -> OpSchema:
+    """Return the operator that encodes a step's keys and values for pools of ``kv_dtype``, and stores nothing."""
+    return QUANT_FRESH_KV if kv_dtype.is_quantized else FRESH_KV
+
+
+def fresh_attention_op(kv_dtype: KVDtype) -> OpSchema:
+    """Return the operator that attends over pools of ``kv_dtype`` and to what this step will add to them."""
+    return QUANT_FRESH_ATTENTION if kv_dtype.is_quantized else FRESH_ATTENTION

@@ -91,7 +91,12 @@ def _compile(
         {(names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")},
     )
-    options = {"num_warps": num_warps, "num_stages": stages, "ptx_version": _ptx_version(capability)}
+    options = {
+        "num_warps": num_warps,
+        "num_stages": stages,
+        "ptx_version": _ptx_version(capability),
+        "enable_fp_fusion": True,  # Triton's default changes in 3.10
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx, parameters = _without_scratch(compiled.asm["ptx"], len(signature))
     threads = re.search(r"\.(?:reqntid|maxntid) (\d+)", ptx)

@@ -23,13 +23,15 @@ _POOL_TYPES = {
     "tensor(bfloat16)": (np.dtype(ml_dtypes.bfloat16), TensorProto.BFLOAT16),
     "tensor(int8)": (np.dtype(np.int8), TensorProto.INT8),
 }
+_ELEMENT_TYPES = dict(_POOL_TYPES.values())
 
 
 class OrtRunner:
     """A session with its own zeroed KV pools, which every step updates in place.
 
     ``model`` is the path of an ONNX file or a serialised model. ``pools`` maps input names (``layers.0.k_pool``) to
-    arrays ``[num_blocks * block_size, ...]`` that a test may read or preset between steps.
+    arrays ``[num_blocks * block_size, ...]`` that a test may read or preset between steps. Of a deferred graph, this
+    stores what a step adds to them.
     """
 
     def __init__(self, model: str | PathLike[str] | bytes, *, num_blocks: int, block_size: int) -> None:
@@ -48,6 +50,8 @@ class OrtRunner:
                 pool = np.zeros((num_blocks * block_size, *port.shape[1:]), dtype)
                 self.pools[port.name] = pool
                 self._values[port.name] = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(pool, element_type)
+        self._inputs = {port.name for port in self._session.get_inputs()}
+        self._new = [port.name for port in self._session.get_outputs() if port.name.endswith("_new")]
 
     def step(self, batch: Batch) -> Float32:
         """Run one step; logits ``[NL, vocab_size]``."""
@@ -64,23 +68,44 @@ class OrtRunner:
         }
         inputs = {name: np.ascontiguousarray(array) for name, array in values.items()}  # alive until the run ends
         binding = self._session.io_binding()
-        for name, array in inputs.items():
-            binding.bind_cpu_input(name, array)
+        for name in self._inputs & inputs.keys():
+            binding.bind_cpu_input(name, inputs[name])
         for name, value in self._values.items():
             binding.bind_ortvalue_input(name, value)
-            binding.bind_ortvalue_output(f"{name}_out", value)
+            if not self._new:
+                binding.bind_ortvalue_output(f"{name}_out", value)
+        new = {}
+        for name in self._new:
+            pool = self.pools[name.replace("_new", "_pool")]
+            new[name] = np.empty((len(batch.positions), *pool.shape[1:]), pool.dtype)
+            value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(new[name], _ELEMENT_TYPES[pool.dtype])
+            binding.bind_ortvalue_output(name, value)
         binding.bind_output("logits", "cpu")
         self._session.run_with_iobinding(binding)
+        for name, rows in new.items():
+            self.pools[name.replace("_new", "_pool")][batch.slot_mapping] = rows
         return binding.get_outputs()[-1].numpy()
 
 
 def export_runner(
-    folder: Path, checkpoint: Checkpoint, kv_dtype: KVDtype, *, num_blocks: int, block_size: int, inlined: bool = False
+    folder: Path,
+    checkpoint: Checkpoint,
+    kv_dtype: KVDtype,
+    *,
+    num_blocks: int,
+    block_size: int,
+    inlined: bool = False,
+    deferred: bool = False,
 ) -> OrtRunner:
     """Export ``checkpoint`` in fp32 to ``folder`` and open it; its operators stay functions unless ``inlined``."""
     spec, path = checkpoint.spec, folder / f"{checkpoint.spec.name}.onnx"
     model = build_graph(
-        spec, dtype="fp32", kv_dtype=kv_dtype, block_size=block_size, max_positions=min(spec.max_position, 1024)
+        spec,
+        dtype="fp32",
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        max_positions=min(spec.max_position, 1024),
+        deferred=deferred,
     )
     write_onnx(model, checkpoint, path)
     if not inlined:

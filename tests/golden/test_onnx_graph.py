@@ -28,22 +28,24 @@ def checkpoint():
     return random_checkpoint(TINY)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("kv_dtype", KVDtype)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_checker_accepts_graph_and_functions(tmp_path, checkpoint, dtype, kv_dtype):
+def test_the_checker_accepts_graph_and_functions(tmp_path, checkpoint, dtype, kv_dtype, deferred):
     path = tmp_path / "m.onnx"
-    write_onnx(tiny_graph(dtype, kv_dtype), checkpoint, path)
+    write_onnx(tiny_graph(dtype, kv_dtype, deferred=deferred), checkpoint, path)
     onnx.checker.check_model(path, full_check=True)
     inlined = onnx.inliner.inline_local_functions(onnx.load(path))
     assert not {node.domain for node in inlined.graph.node} - {""}
     onnx.checker.check_model(inlined, full_check=True)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("kv_dtype", KVDtype)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_types_and_shapes_follow_through_the_functions(dtype, kv_dtype):
+def test_types_and_shapes_follow_through_the_functions(dtype, kv_dtype, deferred):
     inferred = onnx.shape_inference.infer_shapes(
-        tiny_graph(dtype, kv_dtype), check_type=True, strict_mode=True, data_prop=True
+        tiny_graph(dtype, kv_dtype, deferred=deferred), check_type=True, strict_mode=True, data_prop=True
     )
     compute = {"fp32": onnx.TensorProto.FLOAT, "bf16": onnx.TensorProto.BFLOAT16, "fp16": onnx.TensorProto.FLOAT16}[
         dtype
@@ -99,11 +101,17 @@ def test_names_and_order_of_a_layer():
     ]
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("kv_dtype", KVDtype)
-def test_inputs_and_outputs_are_the_declared_ports(kv_dtype):
-    model = tiny_graph(kv_dtype=kv_dtype)
-    assert [value.name for value in model.graph.input] == [port.name for port in graph_inputs(TINY, kv_dtype)]
-    assert [value.name for value in model.graph.output] == [port.name for port in graph_outputs(TINY, kv_dtype)]
+def test_inputs_and_outputs_are_the_declared_ports(kv_dtype, deferred):
+    model = tiny_graph(kv_dtype=kv_dtype, deferred=deferred)
+    inputs, outputs = (ports(TINY, kv_dtype, deferred=deferred) for ports in (graph_inputs, graph_outputs))
+    assert [value.name for value in model.graph.input] == [port.name for port in inputs]
+    assert [value.name for value in model.graph.output] == [port.name for port in outputs]
+
+
+def test_what_describes_a_step():
+    model = tiny_graph()
     batch = "input_ids positions slot_mapping token_sequence cu_q block_tables q_range logit_index"
     assert " ".join(value.name for value in model.graph.input[:8]) == batch
 

@@ -4,21 +4,23 @@ import pytest
 
 from trtcb.plugins.functions import functions_for
 from trtcb.plugins.ports import graph_inputs, graph_outputs, pool_ports
-from trtcb.plugins.schema import OPS, attention_op, write_op
+from trtcb.plugins.schema import OPS, attention_op, fresh_attention_op, fresh_op, write_op
 from trtcb.spec import KVDtype, ModelSpec
 
 SPEC = ModelSpec("s", 64, 96, 2, 4, 2, 16, 100, 128)
 
 
-def test_there_are_four_operators():
-    assert set(OPS) == {"KVCacheWrite", "PagedAttention", "QuantKVCacheWrite", "QuantPagedAttention"}
+def test_there_are_two_operators_in_two_kinds_for_two_kinds_of_pools():
+    plain = {"KVCacheWrite", "PagedAttention", "FreshKV", "FreshPagedAttention"}
+    assert set(OPS) == plain | {f"Quant{name}" for name in plain}
 
 
 @pytest.mark.parametrize("kv_dtype", KVDtype)
-def test_bodies_have_the_signatures_of_their_schemas(kv_dtype):
-    for function, schema in zip(
-        functions_for("fp32", kv_dtype), (write_op(kv_dtype), attention_op(kv_dtype)), strict=True
-    ):
+@pytest.mark.parametrize("deferred", [False, True])
+def test_bodies_have_the_signatures_of_their_schemas(kv_dtype, deferred):
+    schemas = (fresh_op, fresh_attention_op) if deferred else (write_op, attention_op)
+    bodies = functions_for("fp32", kv_dtype, deferred=deferred)
+    for function, schema in zip(bodies, [schema(kv_dtype) for schema in schemas], strict=True):
         assert function.name == schema.name
         assert tuple(function.input) == schema.input_names
         assert tuple(function.output) == schema.output_names
@@ -26,8 +28,9 @@ def test_bodies_have_the_signatures_of_their_schemas(kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", KVDtype)
-def test_no_two_values_of_a_body_share_a_name(kv_dtype):
-    for function in functions_for("bf16", kv_dtype):
+@pytest.mark.parametrize("deferred", [False, True])
+def test_no_two_values_of_a_body_share_a_name(kv_dtype, deferred):
+    for function in functions_for("bf16", kv_dtype, deferred=deferred):
         names = [name for node in function.node for name in node.output] + list(function.input)
         assert len(set(names)) == len(names)
 
@@ -55,6 +58,17 @@ def test_every_pool_that_goes_in_comes_out(kv_dtype):
     logits, *pools = graph_outputs(SPEC, kv_dtype)
     assert logits.name == "logits"
     assert {port.updates for port in pools} == {name for name in inputs if name.startswith("layers.")}
+
+
+@pytest.mark.parametrize("kv_dtype", KVDtype)
+def test_a_deferred_graph_gives_a_row_a_token_of_every_pool(kv_dtype):
+    pools = {port.name: port for port in pool_ports(SPEC, kv_dtype)}
+    assert "slot_mapping" not in {port.name for port in graph_inputs(SPEC, kv_dtype, deferred=True)}
+    _, *new = graph_outputs(SPEC, kv_dtype, deferred=True)
+    assert [port.name.replace("_new", "_pool") for port in new] == list(pools)
+    for port in new:
+        pool = pools[port.name.replace("_new", "_pool")]
+        assert (port.dtype, port.shape, port.updates) == (pool.dtype, ("T", *pool.shape[1:]), None)
 
 
 @pytest.mark.parametrize("kv_dtype", KVDtype)
