@@ -41,7 +41,7 @@ def build(
     options = compile_options(config, checkpoint.spec, checkpoint.weight_dtype)
 
     clock.start("graph")
-    compiled = compiler.compile(checkpoint, options)
+    compiled = compiler.compile(checkpoint, options, clock.start, on_progress)
     clock.start("tokenizer")
     header = _header(config, compiler.target, checkpoint, options, compiled)
     assets = checkpoint.assets
@@ -124,6 +124,10 @@ def _compiler(target: str) -> Compiler:
         from trtcb.builder.cpu import CpuCompiler
 
         return CpuCompiler()
+    if target == "tensorrt-rtx":
+        from trtcb.builder.rtx import RtxCompiler
+
+        return RtxCompiler()
     raise KeyError(target)
 
 

@@ -10,6 +10,7 @@ from trtcb.spec import BuildLimits, KVDtype, WeightDtype
 
 if TYPE_CHECKING:
     from trtcb.builder.checkpoint import Checkpoint
+    from trtcb.builder.report import OnProgress, OnStage
     from trtcb.plan_writer import Section, TensorSource
 
 
@@ -41,8 +42,13 @@ class Compiler(Protocol):
 
     target: str
 
-    def compile(self, checkpoint: Checkpoint, options: CompileOptions) -> Compiled:
-        """Export and compile. Reads no weights yet. Raises :class:`~trtcb.errors.TrtcbError`."""
+    def compile(
+        self, checkpoint: Checkpoint, options: CompileOptions, on_stage: OnStage, on_progress: OnProgress
+    ) -> Compiled:
+        """Export and compile. Raises :class:`~trtcb.errors.TrtcbError`.
+
+        Weights that are in ``tensors`` are not read yet. What takes long is a stage of its own.
+        """
 
     def prepare(self, checkpoint: Checkpoint, options: CompileOptions, on_progress: Callable[[str], None]) -> None:
         """Build what the runtime would otherwise build at its first start on this machine (kernels)."""

@@ -13,6 +13,7 @@ from trtcb.builder.checkpoint import Int4Checkpoint
 from trtcb.builder.compiler import Compiled, CompileOptions
 from trtcb.builder.export import build_graph
 from trtcb.builder.lower import Piece, WeightRecipe, lower
+from trtcb.builder.report import OnProgress, OnStage, ignore_progress, ignore_stage
 from trtcb.errors import UsageError
 from trtcb.plan_writer import Section, TensorSource, numpy_dtype
 from trtcb.plugins.cpu import grouped, quantized
@@ -32,7 +33,13 @@ class CpuCompiler:
 
     target = "cpu"
 
-    def compile(self, checkpoint: Checkpoint, options: CompileOptions) -> Compiled:
+    def compile(
+        self,
+        checkpoint: Checkpoint,
+        options: CompileOptions,
+        on_stage: OnStage = ignore_stage,
+        on_progress: OnProgress = ignore_progress,
+    ) -> Compiled:
         """Export the graph, lower it, and describe the sections; see :class:`~trtcb.builder.compiler.Compiler`."""
         limits = options.limits
         graph = build_graph(

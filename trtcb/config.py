@@ -76,6 +76,8 @@ class BuildConfig(BaseModel):
 
     def resolved_target(self) -> str:
         """Return the target to compile for; raises ``TargetUnavailableError`` for one this version cannot build."""
+        if self.target == "tensorrt-rtx":
+            return self.target
         if self.target in ("auto", "cpu"):
             return "cpu"
         raise TargetUnavailableError(f"This version of trtcb does not build for '{self.target}' yet: use --target cpu.")

@@ -147,6 +147,7 @@ def test_limits() -> None:
 
 def test_targets() -> None:
     assert BuildConfig(model="x").resolved_target() == "cpu"
+    assert BuildConfig(model="x", target="tensorrt-rtx").resolved_target() == "tensorrt-rtx"
     with pytest.raises(TargetUnavailableError, match="--target cpu") as caught:
         BuildConfig(model="x", target="tensorrt").resolved_target()
     assert caught.value.exit_code == 8

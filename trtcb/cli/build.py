@@ -10,7 +10,7 @@ import typer
 
 from trtcb.config import BuildConfig
 from trtcb.config_sources import resolve
-from trtcb.errors import OutOfMemoryError
+from trtcb.errors import OutOfMemoryError, UsageError
 from trtcb.memory import available_memory, format_size, parse_size
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def build(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The plan to write. [engines/<model>.plan]")
     ] = None,
-    target: Annotated[str | None, typer.Option(help="auto or cpu. [auto]")] = None,
+    target: Annotated[str | None, typer.Option(help="auto, cpu or tensorrt-rtx. [auto: cpu]")] = None,
     weight_dtype: Annotated[
         str | None,
         typer.Option("--weight-dtype", "--dtype", help="auto, fp32, bf16, int8 or int4. [auto: the checkpoint's]"),
@@ -103,7 +103,9 @@ def build(
     }
     resolved = resolve(BuildConfig, flags=flags, config_file=config)
     pool = None if kv_memory is None else parse_size(kv_memory)
-    resolved.config.resolved_target()
+    target = resolved.config.resolved_target()
+    if evaluate and target != "cpu":
+        raise UsageError(f"--eval runs the plan, and this version cannot run those for {target}: leave it out.")
     if show_config:
         print("\n".join(resolved.lines()))
     elif dry_run:
@@ -128,7 +130,10 @@ def _build(config: BuildConfig, pool: int | None, fraction: float, *, evaluate: 
         )
         return
     _print_rows({**_report_rows(report, estimate), **({} if distance is None else {"against fp32": distance})})
-    print(f"\nRun it with: trtcb serve {report.path}")
+    if config.resolved_target() == "cpu":
+        print(f"\nRun it with: trtcb serve {report.path}")
+    else:
+        print(f"\nThis version of trtcb builds plans for {config.target}, and cannot run them yet.")
 
 
 def _distance(config: BuildConfig, report: "BuildReport") -> str:

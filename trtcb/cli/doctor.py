@@ -13,7 +13,7 @@ from trtcb.memory import available_memory, format_size, total_memory
 
 _LIBRARIES = ("numpy", "torch", "numba", "onnx", "tokenizers", "gguf", "safetensors", "aiohttp", "huggingface-hub")
 _CPU_TARGET = ("torch", "numba", "onnx")
-_GPU_TARGETS = ("cuda", "tensorrt", "tensorrt-rtx")
+_GPU_TARGETS = ("cuda", "tensorrt")
 # What the kernels can make use of, as Linux names it on x86 and on Arm.
 _FEATURES = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8"),
@@ -57,7 +57,9 @@ def cache_folders() -> list[Path]:
 def _targets() -> dict[str, str]:
     missing = [name for name in _CPU_TARGET if find_spec(name) is None]
     ready = f"missing {', '.join(missing)}: run {sys.executable} -m pip install --upgrade trtcb" if missing else "works"
-    return {"cpu": ready, **dict.fromkeys(_GPU_TARGETS, "not in this version")}
+    builds = "builds plans, which this version cannot run yet"
+    rtx = builds if find_spec("tensorrt_rtx") else f"missing: run {sys.executable} -m pip install 'trtcb[rtx]'"
+    return {"cpu": ready, **dict.fromkeys(_GPU_TARGETS, "not in this version"), "tensorrt-rtx": rtx}
 
 
 def _machine() -> dict[str, str]:

@@ -52,6 +52,7 @@ def _facts(plan: Plan, program: Program | None) -> dict[str, Any]:
         "kv_bytes_per_token": header.model.kv_bytes_per_token(header.kv_dtype),
         "sections": [{"name": s.name, "offset": s.offset, "size": s.size, "sha256": s.sha256} for s in plan.sections],
         "num_tensors": len(plan.tensors),
+        "network": _network(plan),
         "program": None if program is None else {"num_calls": len(program.calls), "calls_by_op": _by_op(program)},
     }
 
@@ -81,6 +82,33 @@ def _print(plan: Plan, program: Program | None, *, list_calls: bool) -> None:
         print(f"{section.name:<16} {section.offset:>10}  {format_size(section.size):>12}  {section.sha256[:16]}")
     if program is not None:
         _print_program(program, list_calls=list_calls)
+    network = _network(plan)
+    if network is not None:
+        _print_network(network)
+
+
+def _network(plan: Plan) -> dict[str, Any] | None:
+    """What the compiler found in the network of an engine; None for a plan without one."""
+    if not plan.has_section("network"):
+        return None
+    try:
+        network: dict[str, Any] = json.loads(bytes(plan.section("network")))
+        {**network["layers"], **network["inputs"], **network["outputs"]}
+        [dict(profile) for profile in network["profiles"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PlanError(f"{plan.path} cannot be used: section 'network' is not one ({error})") from None
+    return network
+
+
+def _print_network(network: dict[str, Any]) -> None:
+    print(f"\nnetwork: {sum(network['layers'].values()):,} layers")
+    for kind, count in network["layers"].items():
+        print(f"  {kind:<20} {count:>4}")
+    for index, profile in enumerate(network["profiles"]):
+        print(f"\nprofile {index}: least, likeliest, greatest shape")
+        for name, shapes in profile.items():
+            if not name.startswith("layers."):
+                print(f"  {name:<20} {', '.join(str(shape) for shape in shapes)}")
 
 
 def _print_program(program: Program, *, list_calls: bool) -> None:
