@@ -52,7 +52,7 @@ def build(
         Section.of_bytes("tokenizer_config", assets.config_json()),
     )
     clock.start("kernels")
-    compiler.prepare(checkpoint, options, lambda _: None)
+    compiler.prepare(checkpoint, options, lambda _: on_progress(1))
 
     size = plan_size(header, sections, compiled.tensors)
     path = config.plan_path

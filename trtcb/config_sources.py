@@ -144,7 +144,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         text = str(cause) if isinstance(cause, (TrtcbError, ValueError)) else item["msg"]
         name = str(item["loc"][0]) if item["loc"] else ""
         if item["type"] == "missing":
-            complaints.append(f"{name} is required")
+            complaints.append(f"{name} is required: give --{name.replace('_', '-')}")
         elif name:
             complaints.append(f"{name} ({origins.get(name, 'default')}): {text}, not {_shown(item['input'])}")
         else:

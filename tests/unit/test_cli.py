@@ -207,6 +207,22 @@ def test_lines_for_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     ]
 
 
+def test_lines_of_a_stage_without_a_measure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    from trtcb.cli import progress
+
+    clock = iter([0.0, 1.0, 12.0, 13.0, 30.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with LineDisplay(sys.stdout) as display:
+        display.on_stage("kernels", 0)
+        for _ in range(4):
+            display.on_progress(1)
+    assert capsys.readouterr().out.splitlines() == ["kernels", "kernels, 2 so far", "kernels, 4 so far"]
+
+
 def test_cpu_features_of_both_kinds() -> None:
     assert cpu_features("flags\t\t: fpu avx512f avx2 fma\n") == ["avx2", "fma", "avx512f"]
     assert cpu_features("Features\t: fp asimd i8mm bf16\n") == ["asimd", "bf16", "i8mm"]

@@ -118,7 +118,7 @@ def _build(config: BuildConfig, pool: int | None, fraction: float, *, evaluate: 
     from trtcb.builder.build import build as run_build
     from trtcb.cli.progress import stage_display
 
-    with stage_display() as display:
+    with stage_display(size=_stage_size) as display:
         report = run_build(config, display.on_stage, display.on_progress)
     estimate = _estimate_of_plan(report.path, pool, fraction)
     for warning in report.warnings:
@@ -134,6 +134,11 @@ def _build(config: BuildConfig, pool: int | None, fraction: float, *, evaluate: 
         print(f"\nRun it with: trtcb serve {report.path}")
     else:
         print(f"\nThis version of trtcb builds plans for {config.target}, and cannot run them yet.")
+
+
+def _stage_size(total: int) -> str:
+    """A stage's size: weights are counted in bytes, the phases of an engine's build in steps."""
+    return format_size(total) if total >= 1000 else f"{total} steps"
 
 
 def _distance(config: BuildConfig, report: "BuildReport") -> str:

@@ -11,7 +11,7 @@ from trtcb import __version__
 from trtcb.cache import cache_root
 from trtcb.memory import available_memory, format_size, total_memory
 
-_LIBRARIES = ("numpy", "torch", "numba", "onnx", "tokenizers", "gguf", "safetensors", "aiohttp", "huggingface-hub")
+_LIBRARIES = ("numpy", "torch", "numba", "onnx", "tokenizers", "gguf", "aiohttp", "huggingface-hub")
 _CPU_TARGET = ("torch", "numba", "onnx")
 _GPU_TARGETS = ("cuda", "tensorrt")
 # What the kernels can make use of, as Linux names it on x86 and on Arm.

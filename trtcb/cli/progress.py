@@ -19,10 +19,10 @@ class StageDisplay(Protocol):
     """Shows a build while its context is open; the callbacks are those of :mod:`trtcb.builder.report`."""
 
     def on_stage(self, name: str, total: int) -> None:
-        """Begin a stage of ``total`` bytes; 0 if it has no measure."""
+        """Begin a stage of ``total`` bytes, or of what the display's ``size`` writes; 0 if that is not known."""
 
     def on_progress(self, amount: int) -> None:
-        """Count ``amount`` more bytes."""
+        """Count ``amount`` more of them."""
 
     def __enter__(self) -> "StageDisplay":
         """Start showing."""
@@ -118,8 +118,14 @@ class LineDisplay:
         """Print the share that is done and the time left, seldom."""
         self._done += amount
         now = time.monotonic()
-        share = min(1.0, self._done / self._total) if self._total else 0.0
-        if share - self._told_share < _PLAIN_STEP or now - self._told_at < _PLAIN_INTERVAL_S:
+        if now - self._told_at < _PLAIN_INTERVAL_S:
+            return
+        if not self._total:
+            self._told_at = now
+            self._say(f"{self._name}, {self._done} so far")
+            return
+        share = min(1.0, self._done / self._total)
+        if share - self._told_share < _PLAIN_STEP:
             return
         self._told_share, self._told_at = share, now
         left = (now - self._started) * (1 - share) / share
