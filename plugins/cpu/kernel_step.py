@@ -2,9 +2,8 @@
 
 All calls of a step run inside one parallel region: to start and end one costs microseconds, and a step has hundreds of
 calls. Each is cut into parts that threads claim, and it is over when all its parts are done, not when all threads have
-come: one that the system keeps waiting delays a call by no more than the part it was in. Calls of one part in a row all
-go to the thread that has the first, so their rows stay in its cache, and nobody competes for them. Only at the end of
-the step do all meet, once. With one thread alone, all the work is done by that.
+come: one that the system keeps waiting delays a call by no more than the part it was in. Only at the end of the step do
+all meet, once. With one thread alone, all the work is done by that.
 
 With ``PROFILE`` every part of a call is timed. Without it there is not one instruction for that.
 """
@@ -77,22 +76,14 @@ def step(arguments: int, part: int, parts: int) -> None:
     """
     table, num_calls, yield_address = read_i64(arguments, 0), read_i64(arguments, 1), read_i64(arguments, 2)
     clock_address = read_i64(arguments, 3)
-    count_before, is_mine = 0, False
     for index in range(num_calls):
         row = table + index * ROW_WORDS * 8
         kernel, count = read_i64(row, 0), read_i64(row, PARTS)
-        if count == 1 and count_before == 1:
-            if is_mine:
-                run_part(row, kernel, 0, 1, clock_address)
-                fetch_add(row + DONE * 8, 1)
-        else:
+        claimed = fetch_add(row + CLAIMED * 8, 1)
+        while claimed < count:
+            run_part(row, kernel, claimed, count, clock_address)
+            fetch_add(row + DONE * 8, 1)
             claimed = fetch_add(row + CLAIMED * 8, 1)
-            is_mine = claimed == 0
-            while claimed < count:
-                run_part(row, kernel, claimed, count, clock_address)
-                fetch_add(row + DONE * 8, 1)
-                claimed = fetch_add(row + CLAIMED * 8, 1)
-        count_before = count
         wait_until(row + DONE * 8, count, yield_address)
 
 
