@@ -84,7 +84,7 @@ class CpuRuntime:
             device.shutdown()  # and the team that it loaded with is gone
 
     def launch(self, batch: Batch) -> None:
-        """Start one step."""
+        """Start one step. ``RuntimeError`` once closed: what kernels would read is gone."""
         self._steps.append(self._start(self._engine.run, batch))
 
     def wait(self) -> StepOutput:
@@ -104,16 +104,20 @@ class CpuRuntime:
         self._engine = self._start(_profiled, self._engine, on_profile)()
 
     def close(self) -> None:
-        """Finish the running step, drop pools and weights, and close the plan."""
+        """Finish the running step, drop pools, weights and steps nobody waited for, and close the plan."""
         if self.healthy:
+            close_engine = self._start(self._engine.close)
             self.healthy = False
-            self._start(self._engine.close)()
+            close_engine()
+            self._steps.clear()
             if self._device is not None:
                 self._device.shutdown()
             self._plan.close()
 
     def _start(self, function: Callable[..., T], *arguments: Any) -> Callable[[], T]:
         """Start a function on the device's thread, or keep it for who asks for its result: call what this returns."""
+        if not self.healthy:
+            raise RuntimeError("this runtime is closed: open another")
         if self._device is None:
             return partial(function, *arguments)
         return self._device.submit(function, *arguments).result

@@ -89,6 +89,22 @@ def test_a_failed_step_is_told_in_its_turn_and_closing_closes_once(opened, setti
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlaps": True}], ids=str)
+def test_nothing_runs_once_it_is_closed(opened, settings):
+    """Kernels would read memory that is gone."""
+    runtime, engine = opened(**settings)
+    runtime.launch("never waited for")
+    runtime.close()
+    ran = len(engine.ran)
+    with pytest.raises(RuntimeError, match="closed"):
+        runtime.launch("late")
+    with pytest.raises(RuntimeError, match="closed"):
+        runtime.profile(print)
+    with pytest.raises(IndexError):
+        runtime.wait()
+    assert len(engine.ran) == ran
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlaps": True}], ids=str)
 def test_an_engine_that_does_not_open_leaves_no_thread(monkeypatch, settings):
     def fail(*_, **__):
         raise ValueError("no engine")
