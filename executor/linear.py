@@ -3,10 +3,14 @@
 Unpacked bf16 weights stream at a third of the memory bandwidth in single-row products, hence the packing. The two
 operators are the ones ``torch.compile`` itself uses; they are semi-private, so torch is pinned and they are probed
 once.
+
+oneDNN is kept from the matrix unit (AMX): it takes that for some row counts only, and cuts the depth differently from
+count to count, so a bf16 row's sums would depend on how many others there are (measured).
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +21,8 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+
+_WIDEST_ISA = "AVX512_CORE_FP16"  # of those without the matrix unit, in oneDNN's order
 
 Linear = Callable[["torch.Tensor"], "torch.Tensor"]
 """``x [M, K] -> x @ weight.T [M, N]`` in the dtype of ``x``."""
@@ -47,7 +53,10 @@ def as_tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
 
 
 def pack_linear(weight: torch.Tensor) -> Linear:
-    """Reorder ``weight [N, K]`` for this processor and return its product; ``weight`` may be dropped afterwards."""
+    """Reorder ``weight [N, K]`` for this processor and return its product; ``weight`` may be dropped afterwards.
+
+    A process that had torch multiply before keeps the instructions that oneDNN chose then.
+    """
     import torch
 
     if not _has_packed_ops(weight.dtype):
@@ -62,6 +71,7 @@ def pack_linear(weight: torch.Tensor) -> Linear:
 def _has_packed_ops(dtype: torch.dtype) -> bool:
     import torch
 
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _WIDEST_ISA)  # it is read when oneDNN is first used
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         warnings.warn(
             "oneDNN multiplies bf16 only with AVX-512 or AVX-NE-CONVERT, which this processor has not, so products of "

@@ -231,6 +231,24 @@ def test_the_whole_step_engine_needs_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", SERVE_WITHOUT_TORCH, path], check=True)
 
 
+ROWS_OF_PACKED_PRODUCTS = """
+import torch
+from trtcb.executor.linear import pack_linear, padded_rows
+for depth, width in ((512, 512), (576, 960), (1536, 576)):
+    torch.manual_seed(0)
+    multiply, x = pack_linear(torch.randn(width, depth).bfloat16()), torch.randn(512, depth).bfloat16()
+    whole = multiply(x)
+    for count in sorted({padded_rows(count) for count in range(1, 512)}):
+        assert torch.equal(multiply(x[:count]), whole[:count]), (depth, width, count)
+"""
+
+
+def test_a_row_of_a_packed_bf16_product_does_not_depend_on_the_others():
+    """In a process of its own: oneDNN chooses its instructions once."""
+    done = subprocess.run([sys.executable, "-c", ROWS_OF_PACKED_PRODUCTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_row_counts_are_few_and_never_one():
     counts = {padded_rows(n) for n in range(1, 2049)}
     assert min(counts) == 2
