@@ -71,7 +71,10 @@ def pack_linear(weight: torch.Tensor) -> Linear:
 def _has_packed_ops(dtype: torch.dtype) -> bool:
     import torch
 
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _WIDEST_ISA)  # it is read when oneDNN is first used
+    from trtcb.plugins.cpu.isa import has_feature
+
+    if has_feature("amx-bf16"):
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _WIDEST_ISA)  # it is read when oneDNN is first used
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         warnings.warn(
             "oneDNN multiplies bf16 only with AVX-512 or AVX-NE-CONVERT, which this processor has not, so products of "
