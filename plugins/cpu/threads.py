@@ -24,15 +24,6 @@ class ThreadLayer:
     note: str
 
 
-def checked(num_threads: int | None) -> int:
-    """The number of threads to use; ``UsageError`` if this process has fewer CPUs than that. Imports nothing."""
-    available = len(os.sched_getaffinity(0))
-    threads = available if num_threads is None else num_threads
-    if not 1 <= threads <= available:
-        raise UsageError(f"{threads} threads were asked for, but this process may use 1 to {available} CPUs.")
-    return threads
-
-
 def configure(num_threads: int | None = None) -> ThreadLayer:
     """Choose the threading layer and number of threads; call it at the start, **before torch or numba is imported**.
 
@@ -43,7 +34,10 @@ def configure(num_threads: int | None = None) -> ThreadLayer:
     Sets ``NUMBA_NUM_THREADS`` for this process, and ``GOMP_SPINCOUNT`` unless a wait policy is set: idle threads spin
     for some microseconds, the best compromise between the latency of a small step and a core shared with the server.
     """
-    threads = checked(num_threads)
+    available = len(os.sched_getaffinity(0))
+    threads = available if num_threads is None else num_threads
+    if not 1 <= threads <= available:
+        raise UsageError(f"{threads} threads were asked for, but this process may use 1 to {available} CPUs.")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if "numba" not in sys.modules:

@@ -7,9 +7,6 @@ import sys
 
 import pytest
 
-from trtcb.errors import UsageError
-from trtcb.evaluation.evaluation import EvalOptions
-
 CPUS = len(os.sched_getaffinity(0))
 
 
@@ -116,8 +113,3 @@ def test_torch_shares_the_runtime_if_it_comes_second_and_a_note_tells_if_it_does
     assert (second["gomp"], second["note"]) == (1, "")
     first = run(TORCH.format(first="import torch"))
     assert ("earlier" in first["note"]) == (first["gomp"] > 1)
-
-
-def test_an_evaluation_refuses_too_many_threads_before_it_builds_anything():
-    with pytest.raises(UsageError, match=f"{CPUS + 1} threads were asked for"):
-        EvalOptions(threads=CPUS + 1)

@@ -15,7 +15,6 @@ from trtcb.evaluation.text import Window, cut_windows, shipped_prompts, shipped_
 from trtcb.executor.config import EngineConfig
 from trtcb.executor.runtime import Float32, Int32
 from trtcb.plan import Plan
-from trtcb.plugins.cpu.threads import checked
 from trtcb.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 8192
@@ -40,7 +39,6 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         EngineConfig(threads=self.threads, cpu_engine=self.cpu_engine)  # before a reference is built for nothing
-        checked(self.threads)
 
 
 @dataclass(frozen=True, slots=True)
