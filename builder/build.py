@@ -35,9 +35,9 @@ def build(
     """
     _refuse_foreign(config.plan_path)
     clock = StageClock(on_stage)
+    compiler = _compiler(config.resolved_target())
     clock.start("model")
     checkpoint = open_checkpoint(config, lambda text: on_stage(text, 0))
-    compiler = _compiler(config.resolved_target())
     options = compile_options(config, checkpoint.spec, checkpoint.weight_dtype)
 
     clock.start("graph")
@@ -87,6 +87,10 @@ def compile_options(config: BuildConfig, spec: ModelSpec, checkpoint_dtype: str)
     weight_dtype = config.weight_type(checkpoint_dtype)
     if weight_dtype is WeightDtype.INT4:
         _check_depths(spec)
+    if config.resolved_target() == "tensorrt-rtx" and weight_dtype is not WeightDtype.BF16:
+        raise UsageError(
+            f"The target tensorrt-rtx takes bf16 weights and not {weight_dtype.value}: use --weight-dtype bf16."
+        )
     return CompileOptions(weight_dtype, config.kv_type(checkpoint_dtype), config.limits(spec))
 
 

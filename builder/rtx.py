@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from trtcb.builder.compiler import Compiled, CompileOptions
 from trtcb.builder.export import build_graph, external_tensors, write_onnx
 from trtcb.builder.report import OnProgress, OnStage
-from trtcb.errors import TargetUnavailableError, TrtcbError, UsageError
+from trtcb.errors import TargetUnavailableError, TrtcbError
 from trtcb.plan_writer import Section
 from trtcb.plugins.ports import graph_inputs
-from trtcb.spec import WeightDtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,17 +36,15 @@ class RtxCompiler:
 
     target = "tensorrt-rtx"
 
+    def __init__(self) -> None:
+        """Raise ``TargetUnavailableError`` if TensorRT-RTX is not installed."""
+        if importlib.util.find_spec("tensorrt_rtx") is None:
+            raise TargetUnavailableError("TensorRT-RTX is not installed: pip install 'trtcb[rtx]'")
+
     def compile(
         self, checkpoint: Checkpoint, options: CompileOptions, on_stage: OnStage, on_progress: OnProgress
     ) -> Compiled:
         """Export the graph with its weights and build the engine; see :class:`~trtcb.builder.compiler.Compiler`."""
-        if importlib.util.find_spec("tensorrt_rtx") is None:
-            raise TargetUnavailableError("TensorRT-RTX is not installed: pip install 'trtcb[rtx]'")
-        if options.weight_dtype is not WeightDtype.BF16:
-            raise UsageError(
-                f"The target tensorrt-rtx takes bf16 weights and not {options.weight_dtype.value}: "
-                "use --weight-dtype bf16."
-            )
         spec, limits = checkpoint.spec, options.limits
         graph = build_graph(
             spec,
@@ -105,17 +102,19 @@ def run_job(job: RtxJob, on_stage: OnStage, on_progress: OnProgress) -> tuple[by
         folder = Path(name)
         (folder / "job.json").write_text(job.to_json())
         command = [sys.executable, "-m", "trtcb.builder.rtx_process", str(folder / "job.json"), str(folder / "engine")]
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
-        try:
-            facts = _watch(process, on_stage, on_progress)
-        finally:
-            process.kill()
-            status = process.wait()
+        with (
+            (folder / "log").open("wb") as log,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True) as process,
+        ):
+            try:
+                facts = _watch(process, on_stage, on_progress)
+            except BaseException:
+                process.kill()
+                raise
         if facts is None:
             last = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
             raise TrtcbError(
-                f"TensorRT-RTX's build ended with status {status} and no engine"
+                f"TensorRT-RTX's build ended with status {process.returncode} and no engine"
                 + (f", last words: {last[0]}" if last else "")
                 + ": use --target cpu, or report the model"
             )

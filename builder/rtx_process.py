@@ -6,6 +6,7 @@ line: ``{"phase": steps}``, ``{"step": 1}`` after one of them; at the end ``{"do
 """
 
 import json
+import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -101,9 +102,11 @@ def build_engine(job: RtxJob) -> tuple[bytes, dict[str, Any]]:
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
-    # its own inliner mixes up values of functions that are called more than once
-    model = onnx.inliner.inline_local_functions(onnx.load(job.onnx))
-    if not parser.parse(model.SerializeToString()):
+    # its own inliner mixes up values of functions that are called more than once; weights stay in their file, as a
+    # message of protobuf ends at 2 GiB
+    path = Path(job.onnx).with_suffix(".inlined.onnx")
+    onnx.save(onnx.inliner.inline_local_functions(onnx.load(job.onnx, load_external_data=False)), path)
+    if not parser.parse_from_file(str(path)):
         errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
         raise RtxBuildError(f"TensorRT-RTX does not take the graph: {errors}")
     layers = [network.get_layer(i) for i in range(network.num_layers)]
@@ -176,6 +179,8 @@ def _facts(job: RtxJob, network: Any, layers: list[Any]) -> dict[str, Any]:
 def main() -> None:
     """Run the job in the file that the first argument names, and write the engine to the second."""
     job = RtxJob.from_json(Path(sys.argv[1]).read_text())
+    sys.stdout = os.fdopen(os.dup(1), "w")  # ours; whatever a library prints to descriptor 1 goes to stderr
+    os.dup2(2, 1)
     try:
         engine, facts = build_engine(job)
     except RtxBuildError as error:

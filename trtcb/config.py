@@ -76,10 +76,8 @@ class BuildConfig(BaseModel):
 
     def resolved_target(self) -> str:
         """Return the target to compile for; raises ``TargetUnavailableError`` for one this version cannot build."""
-        if self.target == "tensorrt-rtx":
-            return self.target
-        if self.target in ("auto", "cpu"):
-            return "cpu"
+        if self.target in ("auto", "cpu", "tensorrt-rtx"):
+            return "cpu" if self.target == "auto" else self.target
         raise TargetUnavailableError(f"This version of trtcb does not build for '{self.target}' yet: use --target cpu.")
 
     def weight_type(self, checkpoint_dtype: str) -> WeightDtype:

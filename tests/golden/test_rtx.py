@@ -13,12 +13,15 @@ import pytest
 
 from tests.golden.array_checkpoint import TINY, random_checkpoint
 from trtcb.builder import rtx
-from trtcb.builder.compiler import CompileOptions
+from trtcb.builder.build import build, compile_options
 from trtcb.builder.export import build_graph, write_onnx
 from trtcb.builder.report import ignore_progress, ignore_stage
+from trtcb.config import BuildConfig
 from trtcb.errors import TargetUnavailableError, TrtcbError, UsageError
+from trtcb.plan_format import PlanHeader
+from trtcb.plan_writer import Section, write_plan
 from trtcb.plugins.ports import graph_inputs, graph_outputs
-from trtcb.spec import BuildLimits, KVDtype, WeightDtype
+from trtcb.spec import BuildLimits, KVDtype
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: it has wheels for x86-64 alone")
 
@@ -26,6 +29,7 @@ LIMITS = BuildLimits(max_batch_size=8, max_num_tokens=64, max_seq_len=128, block
 CASES = [
     *itertools.product(("fp16",), (KVDtype.FP16, KVDtype.INT8, KVDtype.FP8), [(89, 120)]),
     *itertools.product(("bf16",), (KVDtype.BF16, KVDtype.INT8, KVDtype.FP8), [(80,), (89, 120)]),
+    *itertools.product(("bf16",), (KVDtype.FP32, KVDtype.FP16), [(89,)]),
 ]
 
 
@@ -108,13 +112,38 @@ def test_a_build_that_dies_is_told_and_one_that_is_interrupted_is_killed(tmp_pat
 
 
 def test_what_the_target_takes(monkeypatch):
-    checkpoint = random_checkpoint(TINY)
-    options = CompileOptions(WeightDtype.INT8, KVDtype.FP8, LIMITS)
+    config = BuildConfig(model="x", target="tensorrt-rtx", weight_dtype="int8")
     with pytest.raises(UsageError, match="bf16 weights and not int8: use --weight-dtype bf16"):
-        rtx.RtxCompiler().compile(checkpoint, options, ignore_stage, ignore_progress)
+        compile_options(config, TINY, "bf16")
     monkeypatch.setattr(rtx.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TargetUnavailableError, match=r"pip install 'trtcb\[rtx\]'"):
-        rtx.RtxCompiler().compile(checkpoint, options, ignore_stage, ignore_progress)
+        build(config)  # before anybody looks for the model
+
+
+def test_what_a_library_prints_is_not_taken_for_progress(tmp_path):
+    """A line on descriptor 1, as C++ writes it, from within the build."""
+    noisy = tmp_path / "sitecustomize.py"
+    noisy.write_text("import atexit, os\natexit.register(os.write, 1, b'not ours')\n")
+    described = job(tmp_path, "fp16", KVDtype.FP16, (11,))
+    (tmp_path / "job.json").write_text(described.to_json())
+    command = [sys.executable, "-m", "trtcb.builder.rtx_process", tmp_path / "job.json", tmp_path / "engine"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert [list(json.loads(line)) for line in done.stdout.splitlines()] == [["error"]]
+    assert "not ours" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "network",
+    ["[]", "7", "{}", '{"layers": {"a": "b"}, "profiles": []}', '{"layers": {}, "profiles": [7]}', '{"layers": 1}'],
+)
+def test_a_network_that_is_none_is_told(tmp_path, network):
+    path = tmp_path / "x.plan"
+    header = PlanHeader("tensorrt-rtx", {}, TINY, "bf16", KVDtype.FP8, LIMITS, {}, {})
+    write_plan(path, header, [Section.of_bytes("network", network.encode())], [])
+    shown = trtcb("inspect", path)
+    assert (shown.returncode, shown.stderr.count("\n")) == (4, 1)
+    assert "section 'network' is not one" in shown.stderr
 
 
 def trtcb(*arguments):
@@ -143,3 +172,4 @@ def test_a_plan_from_the_command_line(tmp_path):
     assert served.returncode == 8
     assert "rebuild it with --target cpu" in served.stderr
     assert trtcb("build", *flags, "--output", path, "--eval").returncode == 2
+    assert trtcb("build", *flags, "--weight-dtype", "int8", "--dry-run").returncode == 2

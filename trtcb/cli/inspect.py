@@ -93,9 +93,11 @@ def _network(plan: Plan) -> dict[str, Any] | None:
         return None
     try:
         network: dict[str, Any] = json.loads(bytes(plan.section("network")))
-        {**network["layers"], **network["inputs"], **network["outputs"]}
-        [dict(profile) for profile in network["profiles"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if not all(type(count) is int for count in network["layers"].values()):
+            raise ValueError("layers are counted")
+        if not all(isinstance(shapes, list) for profile in network["profiles"] for shapes in profile.values()):
+            raise ValueError("a profile has lists of shapes")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(f"{plan.path} cannot be used: section 'network' is not one ({error})") from None
     return network
 
